@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+# Each target works on a fresh machine that has python3 (3.11 or newer) with venv, make and git; the tests of the host
+# library also want a C compiler. `make demo` and `make test` are the two commands of the README.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DEMO_OUT ?= demo-out
+PYTEST_ARGS ?=
+# Committed sources, so that generated and third-party files below build/ and .venv/ are never looked at.
+CUDA_SOURCES = $(shell git ls-files 'kernels_src/*.cuh' 'kernels_src/*.cu' 'kernels_src/*.h' 'kernels_src/*.c')
+
+.PHONY: help venv demo test lint format unit stamp wheel clean
+
+help:
+	@echo "make demo    train a small layer next to plain torch, print a table, draw $(DEMO_OUT)/loss.png"
+	@echo "make test    lint and all tests that this machine can run"
+	@echo "make lint    ruff, mypy, budgets, clang-format"
+	@echo "make format  let ruff and clang-format rewrite the sources"
+	@echo "make stamp   build/stamp.json: the commit and digest that benchmark records carry"
+	@echo "make wheel   dist/*.whl"
+
+# One venv for everything. setuptools is there first, so that the editable build needs no isolated environment.
+$(READY): constraints.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned set needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel packaging
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation \
+		-e '.[test,plot,jit]'
+	touch $@
+
+venv: $(READY)
+
+demo: $(READY)
+	$(BIN)/python -m prime_kernels demo --out $(DEMO_OUT)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python build_tools/check_budget.py
+	$(if $(CUDA_SOURCES),$(BIN)/clang-format --dry-run --Werror $(CUDA_SOURCES))
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(CUDA_SOURCES),$(BIN)/clang-format -i $(CUDA_SOURCES))
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+unit: $(READY)
+	$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+stamp: $(READY)
+	$(BIN)/python benchmarks/stamp.py
+
+wheel: $(READY)
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+
+clean:
+	rm -rf build dist $(DEMO_OUT) .pytest_cache .mypy_cache .ruff_cache
