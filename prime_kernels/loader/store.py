@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel cache on disk: read with checks, build once per node, publish without ever failing the caller.
+
+Safe by construction rather than by locking: an entry is written to a private file and linked into place, whoever compiled
+loads its own bytes, and a reader verifies the very bytes it returns. The lock only saves work.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from prime_kernels.errors import ArtifactError
+from prime_kernels.loader import entry, locks, places
+from prime_kernels.loader.entry import CacheKey
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from prime_kernels.loader.places import Place
+    from prime_kernels.settings import Settings
+
+LOG = logging.getLogger("prime_kernels.loader")
+DEFAULT_CAP = 2 << 30
+LOCK_TIMEOUT_S = 120.0
+_TOUCH_AFTER_S = 86400.0
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+# Errors of link(2) that mean "this file system has no hard links", not "the entry is there" or "the disk is full".
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES}
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A cubin and where it came from: "cache", "read-only cache" or "built", with the directory (empty if built)."""
+
+    cubin: bytes
+    origin: str
+    where: str = ""
+
+
+def read_file(directory: int, name: str, uid: int, *, shared: bool, any_owner: bool = False) -> bytes:
+    """Read one cache file without following a link.
+
+    Args:
+        directory: Open directory.
+        name: File name in it.
+        uid: User that must own it (root is accepted too).
+        shared: Accept other owners and group-writable files.
+        any_owner: Accept every owner and mode; only for content whose digest is known from elsewhere.
+
+    Returns:
+        All bytes.
+
+    Raises:
+        OSError: Missing, a link, no regular file, foreign, writable by others, empty or larger than `entry.MAX_BYTES`.
+    """
+    fd = os.open(name, _READ_FLAGS, dir_fd=directory)
+    try:
+        info = os.fstat(fd)
+        foreign = info.st_uid not in (uid, 0) and not shared
+        writable = info.st_mode & (stat.S_IWOTH if shared else stat.S_IWOTH | stat.S_IWGRP)
+        if not stat.S_ISREG(info.st_mode):
+            raise PermissionError(f"{name} is no regular file")
+        if (foreign or writable) and not any_owner:
+            raise PermissionError(f"{name} is owned by uid {info.st_uid} with mode {stat.S_IMODE(info.st_mode):04o}")
+        if not 0 < info.st_size <= entry.MAX_BYTES:
+            raise PermissionError(f"{name} has {info.st_size} bytes")
+        parts, left = [], info.st_size + 1
+        while left > 0 and (part := os.read(fd, min(left, 1 << 20))):
+            parts.append(part)
+            left -= len(part)
+        # Last use is what pruning goes by; mounts often do not keep access times.
+        if time.time() - info.st_mtime > _TOUCH_AFTER_S:
+            with suppress(OSError):
+                os.utime(fd)
+        return b"".join(parts)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+@dataclass
+class Store:
+    """The cache of one process.
+
+    Args:
+        settings: Directories, sharing and digest.
+        uid: Effective user.
+        lock_timeout_s: Seconds to wait for another builder on this node before building too.
+        cap_bytes: Soft size limit; the least recently used entries go first.
+
+    Attributes:
+        refused: Candidate directories that were not used, with reasons.
+        place: The directory in use; None: memory only.
+    """
+
+    settings: Settings
+    uid: int = field(default_factory=os.geteuid)
+    lock_timeout_s: float = LOCK_TIMEOUT_S
+    cap_bytes: int = DEFAULT_CAP
+    refused: list[Place] = field(default_factory=list)
+    place: Place | None = None
+    _root: int | None = None
+    _opened: bool = False
+    _write_off: bool = False
+
+    def open(self) -> int | None:
+        """Descriptor of the cache directory, chosen at the first call; None if every candidate was refused."""
+        if self._opened:
+            return self._root
+        self._opened = True
+        for source, path in places.candidates(self.settings, self.uid):
+            found, self._root = places.probe(source, path, self.uid, shared=self.settings.cache_shared)
+            if self._root is not None:
+                self.place = found
+                break
+            self.refused.append(found)
+        # Only what the user asked for by name is worth a warning; a missing HOME is not.
+        asked = [place for place in self.refused if place.source == "PRIME_KERNELS_CACHE_DIR"]
+        if self.place is None or asked:
+            instead = self.place.path if self.place else "memory only, nothing is kept for the next process"
+            for place in asked or self.refused:
+                LOG.warning("E20: cache %s (%s) refused: %s; using %s", place.path, place.source, place.refused, instead)
+        return self._root
+
+    def close(self) -> None:
+        """Release the directory; the next use opens it again."""
+        if self._root is not None:
+            os.close(self._root)
+        self._root, self._opened, self.place, self.refused = None, False, None, []
+
+    def read(self, key: CacheKey) -> Hit | None:
+        """Look for an entry in the read-only caches, then in the cache. Anything wrong with it makes it a miss."""
+        from prime_kernels.loader import readonly
+
+        for path in self.settings.cache_ro:
+            cubin = readonly.read(path, key, self.settings, self.uid)
+            if cubin is not None:
+                return Hit(cubin, "read-only cache", path)
+        root = self.open()
+        if root is None or self.place is None:
+            return None
+        cubin = self._read_own(root, key)
+        return None if cubin is None else Hit(cubin, "cache", self.place.path)
+
+    def _read_own(self, root: int, key: CacheKey) -> bytes | None:
+        shared = self.settings.cache_shared
+        try:
+            directory = places.open_below(root, key.directory, self.uid, shared=shared, create=False)
+        except FileNotFoundError:
+            return None
+        except OSError as err:
+            LOG.warning("E20: cache directory of %s ignored: %s", key.path, err)
+            return None
+        try:
+            data = read_file(directory, key.file, self.uid, shared=shared)
+            return entry.decode(data, key)
+        except FileNotFoundError:
+            return None
+        except (OSError, ArtifactError) as err:
+            LOG.warning("E05: cache entry %s set aside as .bad: %s", key.path, err)
+            with suppress(OSError):
+                os.rename(key.file, key.file + ".bad", src_dir_fd=directory, dst_dir_fd=directory)
+            return None
+        finally:
+            os.close(directory)
+
+    def publish(self, key: CacheKey, cubin: bytes, tool: str) -> bool:
+        """Keep a cubin for later processes. Never raises for a bad disk: one warning, then memory only.
+
+        Returns:
+            Whether an entry for `key` exists now.
+        """
+        root = self.open()
+        if root is None or self._write_off:
+            return False
+        try:
+            self._link(root, key, entry.encode(key, cubin, tool))
+        except OSError as err:
+            self._write_off = True
+            where = self.place.path if self.place else "?"
+            LOG.warning("E20: cannot write to cache %s: %s; this process keeps kernels in memory only", where, err)
+            return False
+        return True
+
+    def _link(self, root: int, key: CacheKey, data: bytes) -> None:
+        shared, mode = self.settings.cache_shared, 0o660 if self.settings.cache_shared else 0o600
+        below = (key.directory, (entry.SCHEMA, key.build, "tmp"))
+        final, temp = (places.open_below(root, names, self.uid, shared=shared, create=True) for names in below)
+        name = f"{os.getpid()}-{os.urandom(8).hex()}"
+        try:
+            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=temp)
+            try:
+                _write_all(fd, data)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            try:
+                os.link(name, key.file, src_dir_fd=temp, dst_dir_fd=final, follow_symlinks=False)
+            except FileExistsError:
+                pass
+            except OSError as err:
+                if err.errno not in _NO_LINKS:
+                    raise
+                os.replace(name, key.file, src_dir_fd=temp, dst_dir_fd=final)
+        finally:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=temp)
+            os.close(temp)
+            os.close(final)
+
+    def get_or_build(self, key: CacheKey, build: Callable[[], bytes], tool: str) -> Hit:
+        """Return the entry for `key`, or build it: one process of this node builds, the others wait for its entry.
+
+        Args:
+            key: What is wanted.
+            build: Compiles and returns the cubin; what it raises goes to the caller.
+            tool: What `build` uses, kept in the entry.
+
+        Returns:
+            The cubin. A builder gets its own bytes and never reads back what it published.
+        """
+        found = self.read(key)
+        if found is not None:
+            return found
+        root = None if self.open() is None or self.place is None else self.place.path
+        with locks.NodeLock(root, key, self.settings, self.uid) as lock:
+            found = lock.wait(lambda: self.read(key), self.lock_timeout_s)
+            if found is not None:
+                return found
+            cubin = build()
+            if self.publish(key, cubin, tool):
+                from prime_kernels.loader.archive import prune
+
+                prune(self, self.cap_bytes)
+            return Hit(cubin, "built")
+
+    def entries(self) -> Iterator[tuple[str, os.stat_result]]:
+        """(path relative to the root, stat) of every entry, in no order; nothing is verified."""
+        from prime_kernels.loader.archive import walk
+
+        root = self.open()
+        if root is not None:
+            for path, info, _ in walk(root):
+                if entry.is_entry_path(path):
+                    yield path, info
