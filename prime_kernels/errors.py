@@ -98,6 +98,10 @@ class ShapeError(PrimeKernelsError, ValueError):
     default_code = "E42"
 
 
+class DtypeError(ShapeError, TypeError):
+    """The `ShapeError` of a tensor whose dtype is the fault; also a TypeError, as torch users expect."""
+
+
 class BackendUnavailable(PrimeKernelsError, RuntimeError):
     """What was asked for cannot run in this process: no driver, wrong GPU, missing part."""
 
