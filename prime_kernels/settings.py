@@ -39,6 +39,7 @@ class Settings:
         jit: PRIME_KERNELS_JIT, one of `JIT_MODES`.
         nvrtc: PRIME_KERNELS_NVRTC, path of the libnvrtc to use; None searches.
         log: PRIME_KERNELS_LOG, one of `LOG_LEVELS`.
+        variables: Every PRIME_KERNELS_ variable that is set, as (name, value).
         unknown: Variables that start with PRIME_KERNELS_ and mean nothing here, for `doctor` to show.
         xdg_cache_home: XDG_CACHE_HOME if absolute (the base directory rules say to ignore it otherwise).
         xdg_runtime_dir: XDG_RUNTIME_DIR if absolute.
@@ -54,6 +55,7 @@ class Settings:
     jit: str = "auto"
     nvrtc: str | None = None
     log: str = "warning"
+    variables: tuple[tuple[str, str], ...] = ()
     unknown: tuple[str, ...] = ()
     xdg_cache_home: str | None = None
     xdg_runtime_dir: str | None = None
@@ -114,6 +116,7 @@ def read(env: Mapping[str, str]) -> Settings:
         jit=_choice(env, "JIT", JIT_MODES) or "auto",
         nvrtc=env.get(PREFIX + "NVRTC") or None,
         log=_choice(env, "LOG", LOG_LEVELS) or "warning",
+        variables=tuple(sorted((name, value) for name, value in env.items() if name.startswith(PREFIX))),
         unknown=tuple(sorted(name for name in env if name.startswith(PREFIX) and name not in known)),
         xdg_cache_home=_absolute(env, "XDG_CACHE_HOME"),
         xdg_runtime_dir=_absolute(env, "XDG_RUNTIME_DIR"),
