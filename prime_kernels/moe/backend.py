@@ -72,7 +72,19 @@ class Backend(Protocol):
 
     name: str  # "reference" | "grouped" | "cuda"
 
-    def unsupported_reason(self, config: MegaMoEConfig, *, ep_size: int, device: torch.device) -> str | None: ...
+    def unsupported_reason(self, config: MegaMoEConfig, *, ep_size: int, device: torch.device) -> str | None:
+        """Why this config is not implemented, as a sentence that names the field; None when it is."""
+        ...
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """Why nothing of this backend can run on this device, whatever the config; None when it can."""
+        return None
+
+    def dtypes(self, config: MegaMoEConfig) -> tuple[torch.dtype, ...]:
+        """dtypes accepted for x and the weights."""
+        import torch
+
+        return (torch.bfloat16,)
 
     def plan_numel(self, config: MegaMoEConfig, *, num_tokens: int, ep_size: int) -> int:
         """Length of the plan; static, since fake tensors need it. `num_tokens` may be symbolic."""

@@ -194,6 +194,19 @@ def unsupported_reason(
 
     Source: this function; backends add theirs (`Backend.unsupported_reason`).
     """
+    name = config.backend
+    if name == "auto" and str(device).startswith("cuda") and not config.allow_fallback:
+        name = "cuda"
+    reason = common_reason(config, ep_size=ep_size, backend=name)
+    if reason is not None or device is None:
+        return reason
+    from prime_kernels.moe.backends import select_backend
+
+    return select_backend(config, ep_size=ep_size, device=device).reason
+
+
+def common_reason(config: MegaMoEConfig, *, ep_size: int, backend: str = "auto") -> str | None:
+    """The part of `unsupported_reason` that holds on every device."""
     if not isinstance(ep_size, int) or not 1 <= ep_size <= MAX_EP_SIZE:
         return f"ep_size is {ep_size!r}; need an integer in 1..{MAX_EP_SIZE}."
     if config.num_experts % ep_size:
@@ -201,14 +214,9 @@ def unsupported_reason(
             f"num_experts={config.num_experts} is not divisible by ep_size={ep_size}. "
             "Use a group whose size divides the number of experts."
         )
-    wants_cuda = config.backend == "cuda" or (config.backend == "auto" and str(device).startswith("cuda"))
-    if wants_cuda and config.quantized and not config.allow_fallback:
+    if backend == "cuda" and config.quantized:
         return (
             f"precision={config.precision!r} has no fused CUDA kernel in this version. "
             'Use precision="bf16", or backend="reference" for an emulation.'
         )
-    if device is None:
-        return None
-    from prime_kernels.moe.backends import select_backend
-
-    return select_backend(config, ep_size=ep_size, device=device).reason
+    return None
