@@ -69,7 +69,7 @@ def read_tree(root: Path) -> dict[str, str]:
 
 
 def _text_rules(path: str, text: str) -> Iterator[Violation]:
-    if SPDX not in "\n".join(text.splitlines()[:3]):
+    if text and SPDX not in "\n".join(text.splitlines()[:3]):
         yield Violation(path, 1, "spdx", f"needs '{SPDX}' on its first line")
     for number, line in enumerate(text.splitlines(), 1):
         if _UNFINISHED.search(line):
