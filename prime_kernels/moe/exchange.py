@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row exchange of the unfused backends: which (token, slot) goes to which rank, and the transport both ways.
 
-A *slot* is one entry of `topk_ids`, numbered t * K + k. Rows travel sorted by (expert, token, slot); on the owner they lie
-sorted by (local expert, source rank, token, slot). That is the order in which one rank holding all experts would see the
-concatenated batch, so results do not depend on ep_size.
+A *slot* is one entry of `topk_ids`, numbered t * K + k. Rows travel sorted by (expert, token, slot); on the owner they
+lie sorted by (local expert, source rank, token, slot). That is the order in which one rank holding all experts would
+see the concatenated batch, so results do not depend on ep_size.
 
-Slots whose id is -1, or any other id outside [0, E), travel nowhere and cost nothing. T may be 0 and may differ per rank;
-every rank of the group takes part in every call.
+Slots whose id is -1, or any other id outside [0, E), travel nowhere and cost nothing. T may be 0 and may differ per
+rank; every rank of the group takes part in every call.
 
-`dispatch` and `combine_rows` are transposes of each other, and so are `gather_slots` and `sum_slots` without weights: the
-backward of a layer uses the same four functions the other way round.
+`dispatch` and `combine_rows` are transposes of each other, and so are `gather_slots` and `sum_slots` without weights:
+the backward of a layer uses the same four functions the other way round.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -269,6 +269,5 @@ def _all_to_all(rows: Tensor, out_splits: tuple[int, ...], in_splits: tuple[int,
     if routing.channel is not None and rows.device.type == "cpu":
         routing.channel.all_to_all(raw_out, raw_in, list(out_splits), list(in_splits))
     else:
-        group = cast("ProcessGroup | None", routing.group)
-        dist.all_to_all_single(raw_out, raw_in, list(out_splits), list(in_splits), group=group)
+        dist.all_to_all_single(raw_out, raw_in, list(out_splits), list(in_splits), group=routing.group)
     return out

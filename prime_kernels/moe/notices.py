@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices that ranks of one group leave for each other in the group's store: why one stopped, how far one got.
+
+The board is used off the fast path only. A store whose host is gone costs the reason, not the error: closed connections end waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from prime_kernels.errors import PeerAborted, PeerTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.distributed import ProcessGroup
+
+_SETTLE_S = 1.0
+
+
+class NoticeBoard:
+    """Reads and writes notices of one group. No call waits for another rank longer than a second."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self._peers = [peer for peer in range(dist.get_world_size(group)) if peer != self.rank]
+        store = dist.distributed_c10d._get_process_group_store(group)
+        self._store: Any = dist.PrefixStore("prime_kernels", store)  # type: ignore[attr-defined]
+
+    def post_stop(self, reason: str) -> None:
+        """This rank left its call and does not come back."""
+        self._set(f"stop/{self.rank}", reason)
+
+    def stops(self, peers: Iterable[int] | None = None) -> dict[int, str]:
+        """Reason by peer of those that posted one."""
+        found = {peer: self._get(f"stop/{peer}") for peer in (self._peers if peers is None else peers)}
+        return {peer: reason for peer, reason in found.items() if reason is not None}
+
+    def settled_stops(self, peers: Iterable[int] | None = None) -> dict[int, str]:
+        """`stops`, but waits up to a second for the first: a peer's reason may be on its way."""
+        deadline = time.monotonic() + _SETTLE_S
+        while not (found := self.stops(peers)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def post_progress(self, call: int) -> None:
+        """This rank waits inside `call`."""
+        self._set(f"at/{self.rank}", str(call))
+
+    def absent(self, call: int) -> list[int]:
+        """Peers that did not post progress in `call`."""
+        return [peer for peer in self._peers if self._get(f"at/{peer}") != str(call)]
+
+    def _set(self, key: str, value: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set(key, value)
+
+    def _get(self, key: str) -> str | None:
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([key]):
+                return str(self._store.get(key).decode())
+        return None
+
+
+def peer_aborted(rank: int, peer: int | None, phase: str, call: int, reason: str) -> PeerAborted:
+    """The error of `rank` when `peer` (None: nobody knows which) stopped."""
+    who = "a peer" if peer is None else f"ep_rank {peer}"
+    return PeerAborted(
+        f"{who} stopped in {phase} call {call}, seen by ep_rank {rank}: {reason}",
+        facts={"ep_rank": rank, "peer": peer, "phase": phase, "call": call, "reason": reason},
+        remedy="Look at that rank's own error; this rank did nothing wrong.",
+    )
+
+
+def peer_timeout(rank: int, missing: list[int], phase: str, call: int, waited: float) -> PeerTimeout:
+    """The error of `rank` after `waited` seconds without the `missing` ranks."""
+    names = ", ".join(str(peer) for peer in missing) or "a rank it cannot name"
+    return PeerTimeout(
+        f"ep_rank {rank} waited {waited:.1f} s in {phase} call {call} for ep_rank {names}.",
+        facts={"ep_rank": rank, "peers": missing, "phase": phase, "call": call, "seconds": waited},
+        remedy="Find out what those ranks do, then close the runtime with abort=True; "
+        "peer_timeout_s in the config sets the limit.",
+    )
