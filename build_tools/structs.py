@@ -178,18 +178,43 @@ def _layout(name: str, body: str, minimum: int, known: Mapping[str, Struct], con
     return Struct(name, tuple(fields), -(-offset // alignment) * alignment, alignment, len(known))
 
 
-def parse(text: str, *, extra: str = "") -> dict[str, Struct]:
-    """Structs of `text` in order of appearance. `extra`: text of included headers, for constants and nested structs.
+def _structs(text: str) -> Iterable[re.Match[str]]:
+    return _STRUCT.finditer(_COMMENT.sub("", text))
+
+
+def _read(match: re.Match[str], known: Mapping[str, Struct], constants: Mapping[str, int]) -> Struct:
+    align, name, body = match.groups()
+    if "(" in re.sub(r"alignas\(\d+\)", "", body):
+        raise StructError(f"struct {name} has a method or an initialiser call; argument structs are plain data")
+    return _layout(name, body, int(align or 1), known, constants)
+
+
+def parse(text: str) -> dict[str, Struct]:
+    """All structs of `text` by name, in order of appearance.
 
     Raises:
         StructError: a struct holds something outside the grammar (a method, a base class, a bit field, a pointer list).
     """
     known: dict[str, Struct] = {}
-    constants = _constants(_COMMENT.sub("", extra)) | _constants(_COMMENT.sub("", text))
-    for source in (extra, text):
-        for match in _STRUCT.finditer(_COMMENT.sub("", source)):
-            align, name, body = match.groups()
-            if "(" in re.sub(r"alignas\(\d+\)", "", body):
-                raise StructError(f"struct {name} has a method or an initialiser call; argument structs are plain data")
-            known[name] = _layout(name, body, int(align or 1), known, constants)
+    for match in _structs(text):
+        known[match.group(2)] = _read(match, known, _constants(_COMMENT.sub("", text)))
     return known
+
+
+def find(text: str, name: str) -> Struct | None:
+    """The struct of that name, or None. Other structs may be outside the grammar as long as it does not use them.
+
+    Raises:
+        StructError: the struct, or one that it contains, is outside the grammar.
+    """
+    known: dict[str, Struct] = {}
+    constants = _constants(_COMMENT.sub("", text))
+    for match in _structs(text):
+        if match.group(2) in TENSOR_MAP_NAMES:
+            continue
+        try:
+            known[match.group(2)] = _read(match, known, constants)
+        except StructError:
+            if match.group(2) == name:
+                raise
+    return known.get(name)
