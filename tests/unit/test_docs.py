@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents say is true: the README's example runs, links resolve, public calls are documented."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import prime_kernels
+from prime_kernels import cli, errors, settings
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+PAGES = [path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md"))]
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_readme_example_has_twelve_lines_and_runs(tmp_path: Path) -> None:
+    example = code_blocks("python")[0]
+    assert example.count("\n") == 12
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", example],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "torch.Size([512, 256])" in run.stdout
+    assert "nan" not in run.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_relative_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith(("http:", "https:", "mailto:")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_names_every_verb_variable_and_make_target_it_should() -> None:
+    for name in settings._KNOWN:
+        assert f"_{name}`" in README
+    for verb in ("list", "explain", "check", "verify", "warmup", "env", "doctor"):
+        assert verb in cli.VERBS
+        assert re.search(rf"`(?:prime-kernels )?{verb}\b|^prime-kernels {verb}\b", README, re.MULTILINE)
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"\bmake ([a-z]+)\b", README + (ROOT / "CONTRIBUTING.md").read_text())) <= set(targets)
+
+
+def test_every_error_class_is_in_the_layer_page() -> None:
+    page = (ROOT / "docs" / "moe.md").read_text()
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and name != "PrimeKernelsError":
+            assert f"`{name}`" in page
+
+
+def test_the_version_stands_in_one_place() -> None:
+    found = [
+        path.relative_to(ROOT).as_posix()
+        for path in (*ROOT.glob("*.toml"), *(ROOT / "prime_kernels").rglob("*.py"))
+        if prime_kernels.__version__ in path.read_text()
+    ]
+    assert found == ["prime_kernels/__init__.py"]
+
+
+PUBLIC = sorted(set(prime_kernels.__all__) - {"KERNELS", "__version__", "errors"})
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_call_documents_arguments_result_and_errors(name: str) -> None:
+    value = getattr(prime_kernels, name)
+    doc = inspect.getdoc(value) or ""
+    assert len(doc.splitlines()[0]) > 10
+    if not inspect.isclass(value):
+        assert "Returns:" in doc
+    assert "Args:" in doc
+    assert "Raises:" in doc or name in {"unsupported_reason", "SwiGLU"}
+    for parameter in inspect.signature(value).parameters.values():
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            assert re.search(rf"^\s*(?:\w+, )*{parameter.name}(?:, \w+)*:", doc, re.MULTILINE), parameter.name
+
+
+def undocumented(path: Path) -> list[str]:
+    """Public functions and classes at the top of a module that have no docstring."""
+    found = []
+    for node in ast.parse(path.read_text()).body:
+        public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+        if public and ast.get_docstring(node) is None:
+            found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    return found
+
+
+def test_every_public_definition_of_the_package_says_what_it_is_for() -> None:
+    found = [entry for path in (ROOT / "prime_kernels").rglob("*.py") for entry in undocumented(path)]
+    assert found == []
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    for folder in ("prime_kernels", "build_tools", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text()
+            assert not text.strip() or ast.get_docstring(ast.parse(text)), path
