@@ -13,6 +13,7 @@ from importlib.metadata import version as distribution_version
 from pathlib import Path
 
 import prime_kernels
+from prime_kernels.errors import ArtifactError
 from prime_kernels.settings import settings
 
 TYPE_CHECKING = False
@@ -131,16 +132,31 @@ def env(args: argparse.Namespace) -> int:
 
 
 def version(args: argparse.Namespace) -> int:
-    """The verb `version`.
+    """The verb `version`: version, commit of the kernels and their pack sets; "none" for a tree that was not built.
 
     Args:
         args: `json`.
 
     Returns:
-        0.
+        0, or 1 if the list of installed packs is damaged.
     """
-    if args.json:
-        print(json.dumps({"version": prime_kernels.__version__}))
+    from prime_kernels.loader.packs import read_manifest
+
+    damage = None
+    commit, packs = None, []
+    try:
+        manifest = read_manifest()
+    except ArtifactError as error:
+        damage = error
     else:
-        print(f"prime-kernels {prime_kernels.__version__}")
-    return 0
+        if manifest is not None:
+            commit, packs = manifest.commit, sorted({record.set for record in manifest.packs})
+    if args.json:
+        found = {"version": prime_kernels.__version__, "commit": commit, "packs": packs}
+        print(json.dumps({**found, "codes": [] if damage is None else [damage.code]}))
+    else:
+        about = f"damaged: {damage}" if damage is not None else f"packs {'+'.join(packs) or 'none'}"
+        sha, dash, mark = (commit or "").partition("-")  # "-dirty" for packs from changed sources
+        origin = f"commit {sha[:7]}{dash}{mark}, " if sha else ""
+        print(f"prime-kernels {prime_kernels.__version__}  ({origin}{about})")
+    return 0 if damage is None else 1

@@ -61,12 +61,19 @@ def _error(name: str, device: int | None) -> PrimeKernelsError | None:
             remedy="Update prime-kernels.",
         )
     if name == "mega_moe":
-        return _torch_error() or _fused_error(device)
-    return None
+        return _torch_error() or _device_error(name, device) or _fused_error(device)
+    return _device_error(name, device)
+
+
+def _device_error(name: str, device: int | None) -> PrimeKernelsError | None:
+    """Driver, GPU and kernel packs, asked without torch and without a CUDA context."""
+    from prime_kernels.loader.device import unavailable_error
+
+    return unavailable_error(name, device=device)
 
 
 def _fused_error(device: int | None) -> PrimeKernelsError | None:
-    """Why `mega_moe` has no fused kernel on a CUDA device; the sentence is the one that the call raises."""
+    """What the backend adds for a device whose kernels are there; the sentence is the one that the call raises."""
     from prime_kernels.moe.backends import get_backend
 
     try:
@@ -84,13 +91,13 @@ def unavailable_reason(name: str, device: int | None = None) -> str | None:
 
     Args:
         name: One of `KERNELS`.
-        device: CUDA device index; None asks about the current device.
+        device: CUDA device index; None asks about the first.
 
     Returns:
         None if it can run, else what `load` raises, as text.
 
     Raises:
-        UnsupportedConfig: A PRIME_KERNELS_ environment variable has a bad value.
+        Nothing: a bad environment variable or a damaged pack is a reason as well.
     """
     error = _error(name, device)
     return None if error is None else str(error)
@@ -101,18 +108,15 @@ def is_available(name: str, device: int | None = None) -> bool:
 
     Args:
         name: One of `KERNELS`; False for any other name.
-        device: CUDA device index; None asks about the current device.
+        device: CUDA device index; None asks about the first.
 
     Returns:
         True if `load(name, device)` would succeed.
 
     Raises:
-        Nothing; a bad environment variable counts as "not available".
+        Nothing: a bad environment variable or a damaged pack is a reason as well.
     """
-    try:
-        return _error(name, device) is None
-    except PrimeKernelsError:
-        return False
+    return _error(name, device) is None
 
 
 def load(name: str, device: int | None = None) -> ModuleType:
@@ -120,13 +124,14 @@ def load(name: str, device: int | None = None) -> ModuleType:
 
     Args:
         name: One of `KERNELS`: "mega_moe" is `prime_kernels.moe`; "deep_gemm" has DeepGEMM's names for grouped GEMMs.
-        device: CUDA device index; None asks about the current device.
+        device: CUDA device index; None asks about the first.
 
     Returns:
         The module.
 
     Raises:
         BackendUnavailable: The kernel cannot run here; the text is `unavailable_reason(name, device)`.
+        ArtifactError: The installed kernel packs are damaged.
     """
     error = _error(name, device)
     if error is not None:
@@ -138,12 +143,12 @@ def status(device: int | None = None) -> dict[str, str]:
     """Every kernel's state.
 
     Args:
-        device: CUDA device index; None asks about the current device.
+        device: CUDA device index; None asks about the first.
 
     Returns:
         Kernel name -> "available" or the reason.
 
     Raises:
-        UnsupportedConfig: A PRIME_KERNELS_ environment variable has a bad value.
+        Nothing: a bad environment variable or a damaged pack is a reason as well.
     """
     return {name: unavailable_reason(name, device) or "available" for name in KERNELS}

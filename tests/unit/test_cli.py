@@ -14,6 +14,7 @@ import pytest
 import prime_kernels
 from prime_kernels import cli, errors
 from prime_kernels.cli_info import redact
+from prime_kernels.loader import packs
 from prime_kernels.settings import settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +89,25 @@ def test_version_prints_the_single_version() -> None:
     assert run("version").stdout.split()[:2] == ["prime-kernels", prime_kernels.__version__]
     assert json.loads(run("version", "--json").stdout)["version"] == prime_kernels.__version__
     assert run("--version").stdout == f"prime-kernels {prime_kernels.__version__}\n"
+
+
+def test_version_shows_the_packs_and_a_damaged_list_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read_manifest = packs.read_manifest
+    monkeypatch.setattr(packs, "read_manifest", lambda: read_manifest(tmp_path))
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out == f"prime-kernels {prime_kernels.__version__}  (packs none)\n"
+    record = {"sha256": "0" * 64, "bytes": 1, "min_driver": 13000}
+    rows = [{**record, "path": f"{name}/sm_90a.pkpack"} for name in ("cu130", "cu129")]
+    (tmp_path / "MANIFEST.json").write_text(
+        json.dumps({"schema": 1, "version": "1", "commit": "abcdef0123", "packs": rows})
+    )
+    assert cli.main(["version"]) == 0
+    assert "(commit abcdef0, packs cu129+cu130)" in capsys.readouterr().out
+    (tmp_path / "MANIFEST.json").write_text("{")
+    assert cli.main(["version", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["codes"] == ["E10"]
 
 
 def test_env_shows_what_is_set_and_redacts_home() -> None:
