@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notices that ranks of one group leave for each other in the group's store: why one stopped, how far one got.
 
-The board is used off the fast path only. A store whose host is gone costs the reason, not the error: closed connections end waits.
+The board is used off the fast path only. A store whose host is gone costs the reason, not the error: closed connections
+end waits.
 """
 
 from __future__ import annotations
