@@ -18,8 +18,8 @@ class Target:
     Attributes:
         major: Major compute capability.
         minor: Minor compute capability.
-        flavour: "" runs on the same major with an equal or higher minor; "f" the same, with the family's own instructions;
-            "a" on exactly this compute capability.
+        flavour: "" runs on the same major with an equal or higher minor; "f" the same, with instructions that only
+            the family has; "a" on exactly this compute capability.
     """
 
     major: int

@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 
 from prime_kernels.errors import ArtifactError
-from prime_kernels.loader import entry, readonly
+from prime_kernels.loader import entry, places, readonly
 from prime_kernels.loader.readonly import MANIFEST
 
 TYPE_CHECKING = False
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prime_kernels.loader.store import Store
 
 _STALE_TEMP_S = 3600.0
-_OWN_FILE = re.compile(r"v[0-9]+/[^/]+/(?:tmp/[^/]+|[^/]+/[0-9a-f]{64}\.pkc(?:\.bad)?)")
+_OWN_FILE = re.compile(r"v[0-9]+/(?:logs/[^/]+|[^/]+/tmp/[^/]+|[^/]+/[^/]+/[0-9a-f]{64}\.pkc(?:\.bad)?)")
 
 
 def walk(root: int) -> Iterator[tuple[str, os.stat_result, int]]:
@@ -84,9 +84,6 @@ def _remove(root: int, files: list[tuple[str, int]]) -> tuple[int, int]:
 
 def _read_all(store: Store) -> dict[str, bytes]:
     """Every sound entry by path; unsound ones are left out."""
-    from prime_kernels.loader import places
-    from prime_kernels.loader.store import read_file
-
     root, found, shared = store.open(), {}, store.settings.cache_shared
     if root is None:
         return {}
@@ -95,7 +92,7 @@ def _read_all(store: Store) -> dict[str, bytes]:
         with suppress(OSError, ArtifactError):
             fd = places.open_below(root, directory.split("/"), store.uid, shared=shared, create=False)
             try:
-                data = read_file(fd, name, store.uid, shared=shared)
+                data = places.read_file(fd, name, store.uid, shared=shared)
             finally:
                 os.close(fd)
             if entry.split(data)[0].path == path:
@@ -175,7 +172,7 @@ def import_(store: Store, path: str) -> int:
         Number of entries.
 
     Raises:
-        ArtifactError: Anything in it breaks a rule, or the cache cannot be written (E10, E20); nothing was published then.
+        ArtifactError: Anything in it breaks a rule, or the cache cannot be written (E10, E20); nothing is kept then.
         OSError: The file cannot be read.
     """
     files = _members(path, store.cap_bytes)

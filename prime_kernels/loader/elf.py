@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cubin says about itself, read without any CUDA tool: target, toolkit, kernels, registers, spills, data symbols.
+"""What a cubin says about itself, read without any CUDA tool: target, toolkit, kernels, registers, spills, data.
 
-A cubin is an ELF64 file of machine 190. The bytes may come from a cache that others can write, so every offset is checked
-and every failure is an ArtifactError.
+A cubin is an ELF64 file of machine 190. The bytes may come from a damaged file, so every offset is checked and every
+failure is an ArtifactError.
 """
 
 from __future__ import annotations

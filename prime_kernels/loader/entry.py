@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One file of the kernel cache: its name, its one-line header and its checks. Pure.
 
-An entry is `{"arch": ..., "build": ..., "bytes": ..., "key": ..., "sha256": ..., "tool": ...}`, a newline, and the cubin.
+An entry is a JSON object (arch, build, bytes, key, sha256, tool) on one line, a newline, and the cubin.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from prime_kernels.loader.arch import Target
 
 SCHEMA = "v1"
 SUFFIX = ".pkc"
-MAX_BYTES = 64 << 20
 _MAX_HEADER = 4096
 _KEY = re.compile(r"[A-Za-z0-9_.|-]{1,200}")
 _BUILD = re.compile(r"[0-9a-f]{16}-nvrtc[0-9]{1,3}\.[0-9]{1,3}(?:\.[0-9]{1,5})?-[0-9a-f]{8}")
@@ -40,7 +39,7 @@ class CacheKey:
     """What a cached cubin was built from.
 
     Attributes:
-        build: "<sources>-nvrtc<version>-<options>": everything that reaches the compiler except key and target. No path,
+        build: "<sources>-nvrtc<version>-<options>": all that reaches the compiler except key and target. No path,
             no time, no torch version and no device number, so a cache can be carried to another machine.
         arch: Target of the cubin.
         key: Kernel key.
@@ -78,6 +77,13 @@ def _bad(what: str) -> ArtifactError:
         facts={"problem": what},
         remedy="It is built again; `prime-kernels cache clear` removes the rest.",
     )
+
+
+def nvrtc_of(build: str) -> tuple[int, ...]:
+    """Version of the NVRTC in a build id, e.g. (13, 0, 88); empty if it is no build id."""
+    if _BUILD.fullmatch(build) is None:
+        return ()
+    return tuple(int(part) for part in build.split("-")[1].removeprefix("nvrtc").split("."))
 
 
 def is_entry_path(path: str) -> bool:

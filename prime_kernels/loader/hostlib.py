@@ -244,7 +244,8 @@ def load_library(path: Path = LIBRARY) -> Host:
     found, needed = library.pk_host_layout(), abi.layout()
     if library.pk_host_abi() != abi.HOST_ABI or found != needed:
         raise ArtifactError(
-            f"host library {path} has struct layout {found:016x}, this package needs {needed:016x}: two builds are mixed.",
+            f"host library {path} has struct layout {found:016x}, this package needs {needed:016x}: "
+            "two builds are mixed.",
             code="E11",
             facts={"library": str(path), "package": str(Path(__file__).parent), "found": found, "needed": needed},
             remedy="Uninstall every prime-kernels, then install one version.",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One lock per cache entry and node, so that the ranks of a job compile a missing kernel once.
 
-The lock file lives on a file system of this node, never on the cache's own, which may be a network mount. It is an OS
-lock: when its holder is killed the next process goes on at once. The file is never unlinked, because a waiter could then
+The lock file lives on a file system of this node, never on the cache's own, which may be a network mount. It is a
+lock of the OS: when its holder is killed the next process goes on at once. The file is never unlinked, because a waiter could then
 hold a lock on a file that nobody else sees.
 """
 

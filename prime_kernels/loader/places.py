@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the kernel cache and its locks may live, and which directories are refused and why.
 
-A cubin is code with the rights of the process, so a directory that somebody else could write is no place for one. Checks
+A cubin is code with the rights of the process, so a directory that somebody else can write is no place for one. Checks
 are made on opened descriptors, never on a path that is opened afterwards.
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import stat
 import struct
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 TYPE_CHECKING = False
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
     from prime_kernels.settings import Settings
 
+MAX_FILE_BYTES = 64 << 20
+_TOUCH_AFTER_S = 86400.0
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 # f_type of statfs(2). On these, flock may be emulated, slow or local to a node, so no lock is ever taken there.
@@ -219,3 +224,43 @@ def probe(
 def open_dir_unchecked(path: str, parent: int | None = None) -> int:
     """Open a directory whose content is pinned by a digest, so that owner and mode do not matter."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
+
+
+def read_file(directory: int, name: str, uid: int, *, shared: bool, any_owner: bool = False) -> bytes:
+    """Read one cache file without following a link.
+
+    Args:
+        directory: Open directory.
+        name: File name in it.
+        uid: User that must own it (root is accepted too).
+        shared: Accept other owners and group-writable files.
+        any_owner: Accept every owner and mode; only for content whose digest is known from elsewhere.
+
+    Returns:
+        All bytes.
+
+    Raises:
+        OSError: Missing, a link, no regular file, foreign, writable by others, empty or larger than `MAX_FILE_BYTES`.
+    """
+    fd = os.open(name, _READ_FLAGS, dir_fd=directory)
+    try:
+        info = os.fstat(fd)
+        foreign = info.st_uid not in (uid, 0) and not shared
+        writable = info.st_mode & (stat.S_IWOTH if shared else stat.S_IWOTH | stat.S_IWGRP)
+        if not stat.S_ISREG(info.st_mode):
+            raise PermissionError(f"{name} is no regular file")
+        if (foreign or writable) and not any_owner:
+            raise PermissionError(f"{name} is owned by uid {info.st_uid} with mode {stat.S_IMODE(info.st_mode):04o}")
+        if not 0 < info.st_size <= MAX_FILE_BYTES:
+            raise PermissionError(f"{name} has {info.st_size} bytes")
+        parts, left = [], info.st_size + 1
+        while left > 0 and (part := os.read(fd, min(left, 1 << 20))):
+            parts.append(part)
+            left -= len(part)
+        # Last use is what pruning goes by; mounts often do not keep access times.
+        if time.time() - info.st_mtime > _TOUCH_AFTER_S:
+            with suppress(OSError):
+                os.utime(fd)
+        return b"".join(parts)
+    finally:
+        os.close(fd)

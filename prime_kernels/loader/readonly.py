@@ -57,17 +57,17 @@ def parse_manifest(data: bytes, digest: str | None) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         good = False
     if not good:
-        raise ArtifactError("the cache manifest is malformed.", facts={"digest": found}, remedy="Export the cache again.")
+        raise ArtifactError(
+            "the cache manifest is malformed.", facts={"digest": found}, remedy="Export the cache again."
+        )
     return dict(entries)
 
 
 @lru_cache(maxsize=16)
 def _pinned(path: str, digest: str, uid: int) -> dict[str, str]:
-    from prime_kernels.loader.store import read_file
-
     fd = places.open_dir_unchecked(path)
     try:
-        return parse_manifest(read_file(fd, MANIFEST, uid, shared=False, any_owner=True), digest)
+        return parse_manifest(places.read_file(fd, MANIFEST, uid, shared=False, any_owner=True), digest)
     finally:
         os.close(fd)
 
@@ -75,7 +75,9 @@ def _pinned(path: str, digest: str, uid: int) -> dict[str, str]:
 def _root(path: str, settings: Settings, uid: int) -> int:
     if settings.cache_digest:
         return places.open_dir_unchecked(path)
-    place, fd = places.probe("PRIME_KERNELS_CACHE_RO", path, uid, shared=settings.cache_shared, create=False, write=False)
+    place, fd = places.probe(
+        "PRIME_KERNELS_CACHE_RO", path, uid, shared=settings.cache_shared, create=False, write=False
+    )
     if fd is None:
         raise PermissionError(place.refused or "missing")
     return fd
@@ -93,8 +95,6 @@ def read(path: str, key: CacheKey, settings: Settings, uid: int) -> bytes | None
     Returns:
         The verified cubin; None if it is not there or anything is wrong, which is logged.
     """
-    from prime_kernels.loader.store import read_file
-
     pinned = settings.cache_digest is not None
     try:
         expected = _pinned(path, settings.cache_digest, uid).get(key.path) if settings.cache_digest else None
@@ -109,7 +109,7 @@ def read(path: str, key: CacheKey, settings: Settings, uid: int) -> bytes | None
         finally:
             os.close(root)
         try:
-            data = read_file(directory, key.file, uid, shared=settings.cache_shared, any_owner=pinned)
+            data = places.read_file(directory, key.file, uid, shared=settings.cache_shared, any_owner=pinned)
         finally:
             os.close(directory)
         if expected is not None and hashlib.sha256(data).hexdigest() != expected:

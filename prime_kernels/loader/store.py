@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel cache on disk: read with checks, build once per node, publish without ever failing the caller.
 
-Safe by construction rather than by locking: an entry is written to a private file and linked into place, whoever compiled
-loads its own bytes, and a reader verifies the very bytes it returns. The lock only saves work.
+Safe by construction rather than by locking: an entry is written to a private file and linked into place, a builder loads
+its own bytes, and a reader verifies the very bytes it returns. The lock only saves work.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
-import stat
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("prime_kernels.loader")
 DEFAULT_CAP = 2 << 30
 LOCK_TIMEOUT_S = 120.0
-_TOUCH_AFTER_S = 86400.0
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 # Errors of link(2) that mean "this file system has no hard links", not "the entry is there" or "the disk is full".
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES}
 
@@ -42,46 +39,6 @@ class Hit:
     cubin: bytes
     origin: str
     where: str = ""
-
-
-def read_file(directory: int, name: str, uid: int, *, shared: bool, any_owner: bool = False) -> bytes:
-    """Read one cache file without following a link.
-
-    Args:
-        directory: Open directory.
-        name: File name in it.
-        uid: User that must own it (root is accepted too).
-        shared: Accept other owners and group-writable files.
-        any_owner: Accept every owner and mode; only for content whose digest is known from elsewhere.
-
-    Returns:
-        All bytes.
-
-    Raises:
-        OSError: Missing, a link, no regular file, foreign, writable by others, empty or larger than `entry.MAX_BYTES`.
-    """
-    fd = os.open(name, _READ_FLAGS, dir_fd=directory)
-    try:
-        info = os.fstat(fd)
-        foreign = info.st_uid not in (uid, 0) and not shared
-        writable = info.st_mode & (stat.S_IWOTH if shared else stat.S_IWOTH | stat.S_IWGRP)
-        if not stat.S_ISREG(info.st_mode):
-            raise PermissionError(f"{name} is no regular file")
-        if (foreign or writable) and not any_owner:
-            raise PermissionError(f"{name} is owned by uid {info.st_uid} with mode {stat.S_IMODE(info.st_mode):04o}")
-        if not 0 < info.st_size <= entry.MAX_BYTES:
-            raise PermissionError(f"{name} has {info.st_size} bytes")
-        parts, left = [], info.st_size + 1
-        while left > 0 and (part := os.read(fd, min(left, 1 << 20))):
-            parts.append(part)
-            left -= len(part)
-        # Last use is what pruning goes by; mounts often do not keep access times.
-        if time.time() - info.st_mtime > _TOUCH_AFTER_S:
-            with suppress(OSError):
-                os.utime(fd)
-        return b"".join(parts)
-    finally:
-        os.close(fd)
 
 
 def _write_all(fd: int, data: bytes) -> None:
@@ -131,7 +88,9 @@ class Store:
         if self.place is None or asked:
             instead = self.place.path if self.place else "memory only, nothing is kept for the next process"
             for place in asked or self.refused:
-                LOG.warning("E20: cache %s (%s) refused: %s; using %s", place.path, place.source, place.refused, instead)
+                LOG.warning(
+                    "E20: cache %s (%s) refused: %s; using %s", place.path, place.source, place.refused, instead
+                )
         return self._root
 
     def close(self) -> None:
@@ -164,7 +123,7 @@ class Store:
             LOG.warning("E20: cache directory of %s ignored: %s", key.path, err)
             return None
         try:
-            data = read_file(directory, key.file, self.uid, shared=shared)
+            data = places.read_file(directory, key.file, self.uid, shared=shared)
             return entry.decode(data, key)
         except FileNotFoundError:
             return None
@@ -219,6 +178,39 @@ class Store:
                 os.unlink(name, dir_fd=temp)
             os.close(temp)
             os.close(final)
+
+    def keep_log(self, key: str, text: str) -> str | None:
+        """Write a compiler log next to the entries, readable by the owner only; its path, or None without a cache."""
+        root = self.open()
+        if root is None or self.place is None:
+            return None
+        name = f"fail-{hashlib.sha256(key.encode()).hexdigest()[:12]}-{os.getpid()}.log"
+        try:
+            below, shared = (entry.SCHEMA, "logs"), self.settings.cache_shared
+            logs = places.open_below(root, below, self.uid, shared=shared, create=True)
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+                fd = os.open(name, flags, 0o600, dir_fd=logs)
+                with os.fdopen(fd, "w", encoding="utf-8") as file:
+                    file.write(text)
+            finally:
+                os.close(logs)
+        except OSError as err:
+            LOG.info("compiler log not kept: %s", err)
+            return None
+        return os.path.join(self.place.path, entry.SCHEMA, "logs", name)
+
+    def builds(self, src_fp: str, hdr_fp: str) -> list[str]:
+        """Build ids in any of the caches that hold what some NVRTC made of these sources; newest NVRTC first."""
+        roots = list(self.settings.cache_ro)
+        if self.open() is not None and self.place is not None:
+            roots.append(self.place.path)
+        found: set[str] = set()
+        for root in roots:
+            with suppress(OSError):
+                found.update(os.listdir(os.path.join(root, entry.SCHEMA)))
+        same = [name for name in found if name.startswith(f"{src_fp}-nvrtc") and name.endswith(f"-{hdr_fp}")]
+        return sorted((name for name in same if entry.nvrtc_of(name)), key=entry.nvrtc_of, reverse=True)
 
     def get_or_build(self, key: CacheKey, build: Callable[[], bytes], tool: str) -> Hit:
         """Return the entry for `key`, or build it: one process of this node builds, the others wait for its entry.

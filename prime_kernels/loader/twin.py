@@ -30,13 +30,13 @@ _DEVICE_ATTRIBUTES = {
     "pci_device": 34,
 }
 # Exported names; where the header of the driver renames a call to a later version, the versioned one.
-_NEEDED = (
-    "cuInit cuDriverGetVersion cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceGetAttribute cuDeviceTotalMem_v2 "
-    "cuDeviceGetUuid_v2 cuDevicePrimaryCtxRetain cuCtxSetCurrent cuCtxGetCurrent cuCtxGetDevice cuLibraryLoadData "
-    "cuLibraryUnload cuLibraryGetKernel cuLibraryGetGlobal cuKernelGetAttribute cuKernelSetAttribute cuMemcpyDtoH_v2 "
-    "cuOccupancyMaxActiveClusters cuOccupancyMaxActiveBlocksPerMultiprocessor cuTensorMapEncodeTiled cuLaunchKernelEx "
-    "cuGetErrorName cuGetErrorString"
-).split()
+_NEEDED_TEXT = """
+    cuInit cuDriverGetVersion cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceGetAttribute cuDeviceTotalMem_v2
+    cuDeviceGetUuid_v2 cuDevicePrimaryCtxRetain cuCtxSetCurrent cuCtxGetCurrent cuCtxGetDevice cuLibraryLoadData
+    cuLibraryUnload cuLibraryGetKernel cuLibraryGetGlobal cuKernelGetAttribute cuKernelSetAttribute cuMemcpyDtoH_v2
+    cuOccupancyMaxActiveClusters cuOccupancyMaxActiveBlocksPerMultiprocessor cuTensorMapEncodeTiled cuLaunchKernelEx
+    cuGetErrorName cuGetErrorString
+"""
 _OWN_NAMES = {
     0: "CUDA_SUCCESS",
     abi.E_NO_DRIVER: "PK_E_NO_DRIVER",
@@ -97,7 +97,7 @@ class TwinLibrary:
         except OSError as err:
             text, status = str(err), abi.E_NO_DRIVER
         else:
-            missing = next((name for name in _NEEDED if not hasattr(library, name)), None)
+            missing = next((name for name in _NEEDED_TEXT.split() if not hasattr(library, name)), None)
             if missing is None:
                 self._cu = library
             else:
@@ -223,7 +223,8 @@ class TwinLibrary:
 
     def pk_host_encode_tensor_map(self, tensor_map: int, out: int) -> int:
         m = PkTensorMap.from_address(tensor_map)
-        where = [c_void_p(tensor_map + getattr(PkTensorMap, name).offset) for name in ("dims", "strides", "box", "elem_strides")]
+        names = ("dims", "strides", "box", "elem_strides")
+        where = [c_void_p(tensor_map + getattr(PkTensorMap, name).offset) for name in names]
         enums = (m.interleave, m.swizzle, m.l2_promotion, m.oob_fill)
         status = self._ready(init=False)
         return status or int(

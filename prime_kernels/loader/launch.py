@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `Kernel` that a call goes through.
+
+What does not change from call to call is packed once: a launch fills two prepared buffers and makes one C call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+from prime_kernels.errors import BackendUnavailable, LaunchError
+from prime_kernels.loader import abi, device
+from prime_kernels.loader.abi import PkLaunch
+from prime_kernels.loader.args import RECORD, ArgsPacker
+from prime_kernels.loader.args import tensor_map as tensor_map
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from prime_kernels.loader.hostlib import Host
+    from prime_kernels.loader.meta import Spec
+
+    Dims = int | tuple[int, ...]
+
+
+class _Buffers(threading.local):
+    """One thread's prepared launch of one kernel; threads never share one."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        spec, count = kernel.spec, len(kernel.packer.map_offsets)
+        self.args = ctypes.create_string_buffer(spec.meta.args_bytes)
+        self.maps = ctypes.create_string_buffer(max(count, 1) * RECORD.size)
+        self.request = PkLaunch(
+            kernel=kernel.handle,
+            args=ctypes.addressof(self.args),
+            maps=ctypes.addressof(self.maps),
+            args_bytes=spec.meta.args_bytes,
+            num_maps=count,
+            block=(spec.meta.threads, 1, 1),
+            cluster=(spec.meta.cluster, 1, 1),
+            smem_bytes=spec.meta.smem_bytes,
+        )
+        self.grid = self.request.grid  # a view: making one costs more than writing through it
+        self.address = ctypes.addressof(self.request)
+
+
+class Kernel:
+    """A loaded kernel on one device.
+
+    Args:
+        host: The driver binding that loaded it.
+        spec: What it is.
+        handle: The driver's handle.
+        ordinal: Device it was prepared for.
+        sm_count: SMs of that device, for messages.
+
+    Attributes:
+        spec: Key, target, launch shape, argument fields, registers, origin.
+        packer: Names of arguments and tensor maps.
+    """
+
+    def __init__(self, host: Host, spec: Spec, handle: int, ordinal: int, sm_count: int) -> None:
+        self.host, self.spec, self.handle, self.ordinal, self.sm_count = host, spec, handle, ordinal, sm_count
+        self.packer = ArgsPacker(spec.args, spec.meta.args_bytes)
+        self._buffers = _Buffers(self)
+        self._resident: set[tuple[int, ...]] = set()
+        self._launch = host.lib.pk_host_launch
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.spec.key!r}, {self.spec.arch}, {self.spec.origin}, device={self.ordinal})"
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return self.spec.meta.threads
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory per CTA."""
+        return self.spec.meta.smem_bytes
+
+    @property
+    def cluster(self) -> int:
+        """CTAs per cluster."""
+        return self.spec.meta.cluster
+
+    def launch(
+        self,
+        *,
+        grid: Dims,
+        stream: int,
+        args: Mapping[str, Any],
+        maps: Mapping[str, tuple[bytes, int]] | None = None,
+        pdl: bool = False,
+        co_resident: bool = False,
+    ) -> None:
+        """Put the kernel on a stream of the calling thread's current context, which must be on this kernel's device.
+
+        Args:
+            grid: CTAs, one number or up to three.
+            stream: CUstream as a number; 0 is the legacy stream.
+            args: Value of every argument field but the tensor maps; pointers as numbers.
+            maps: For every tensor map its `tensor_map(...)` and the device address, a multiple of 16.
+            pdl: Let it start before its predecessor on the stream has ended; it must wait for it itself.
+            co_resident: Its CTAs wait for each other: refuse a grid that this context cannot hold at once.
+
+        Raises:
+            LaunchError: Wrong arguments, or the driver refuses a tensor map or the launch (E43).
+            BackendUnavailable: The grid does not fit (E40), or the process was forked (E60).
+        """
+        if device._forked_after_use:
+            device.check_fork()
+        buffers = self._buffers
+        request = buffers.request
+        self.packer.pack_into(buffers.args, args, self.spec.key)
+        if self.packer.map_names or maps:
+            self.packer.pack_maps_into(buffers.maps, maps or {}, self.spec.key)
+        buffers.grid[:] = shape = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+        request.stream, request.flags = stream, abi.LAUNCH_PDL if pdl else 0
+        if co_resident and shape not in self._resident:
+            self._check_resident(request, shape)
+        status = self._launch(buffers.address)
+        if status:
+            raise self._failure(status, request, maps)
+
+    def _check_resident(self, request: PkLaunch, shape: tuple[int, ...]) -> None:
+        clusters, per_cluster = self.host.max_active_clusters(request), self.spec.meta.cluster
+        need = shape[0] * shape[1] * shape[2]
+        if need > clusters * per_cluster:
+            raise self._does_not_fit(need, clusters * per_cluster)
+        self._resident.add(shape)
+
+    def _does_not_fit(self, need: int, fits: int | None) -> BackendUnavailable:
+        meta = self.spec.meta
+        room = "this context does not hold them" if fits is None else f"this context fits {fits}"
+        return BackendUnavailable(
+            f"{self.spec.key} needs {need} CTAs in clusters of {meta.cluster} resident "
+            f"({meta.threads} threads, {meta.smem_bytes} bytes of shared memory each); {room} "
+            f"({self.sm_count} SMs on device {self.ordinal}).",
+            code="E40",
+            facts={"key": self.spec.key, "needed": need, "fits": fits, "sm_count": self.sm_count},
+            remedy='Give the process the whole GPU (MIG, MPS or green-context limits?), or use backend="grouped".',
+        )
+
+    def _failure(self, status: int, request: PkLaunch, maps: Any) -> LaunchError | BackendUnavailable:
+        if status in (abi.OUT_OF_RESOURCES, abi.COOPERATIVE_TOO_LARGE, abi.INVALID_CLUSTER_SIZE):
+            shape = request.grid
+            return self._does_not_fit(shape[0] * shape[1] * shape[2], None)
+        name, failed = self.host.error_name(status), request.failed_map
+        facts: dict[str, object] = {"key": self.spec.key, "cuda_result": status, "name": name}
+        if failed >= 0:
+            which = self.packer.map_names[failed]
+            facts["tensor_map"] = which
+            return LaunchError(
+                f"the driver refuses tensor map {which} of {self.spec.key}: {name} ({status}); "
+                f"address {maps[which][1]:#x}.",
+                facts=facts,
+                remedy="Check that the address is a multiple of 16 (32 for interleaved layouts) and on this device.",
+            )
+        return LaunchError(
+            f"launching {self.spec.key} failed: {name} ({status}).",
+            facts=facts,
+            remedy="An earlier asynchronous error shows here too: run once with CUDA_LAUNCH_BLOCKING=1.",
+        )

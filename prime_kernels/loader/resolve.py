@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the cubin of a kernel: installed packs, read-only caches, cache, just-in-time compiler, in that order.
+
+Every step leaves a decision in the trace, which is what errors and `prime-kernels explain` print.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from prime_kernels.errors import BackendUnavailable, PrimeKernelsError
+from prime_kernels.loader import arch, jit, meta, nvrtc, select
+from prime_kernels.loader.packs import FOLDER as PACKS_FOLDER
+from prime_kernels.loader.packs import open_installed
+from prime_kernels.loader.select import Accepted, Decision, Rejected
+from prime_kernels.loader.store import Store
+from prime_kernels.settings import settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from prime_kernels.loader.manifest import Sources
+    from prime_kernels.loader.meta import Spec
+    from prime_kernels.loader.packs import Pack
+    from prime_kernels.settings import Settings
+
+LOG = logging.getLogger("prime_kernels.loader")
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What this process can take kernels from: opened packs, sources with their folder, the cache, the settings."""
+
+    packs: tuple[Pack, ...]
+    sources: Sources | None
+    sources_folder: Path
+    store: Store
+    settings: Settings
+
+    @classmethod
+    def open(
+        cls, config: Settings, *, packs_folder: Path = PACKS_FOLDER, sources_folder: Path = jit.FOLDER
+    ) -> Installation:
+        """Open packs and sources; nothing is written.
+
+        Raises:
+            ArtifactError: A manifest or a pack is damaged (E10).
+        """
+        opened = tuple(open_installed(packs_folder))
+        return cls(opened, jit.read_sources(sources_folder), sources_folder, Store(config), config)
+
+    def facts_by_key(self) -> dict[str, Mapping[str, Any]]:
+        """Facts of every key that packs or sources know, shipped ones first."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for pack in self.packs:
+            for key, entry in pack.header.entries.items():
+                found.setdefault(key, entry.facts)
+        for key, row in (self.sources.entries if self.sources else {}).items():
+            found.setdefault(key, row.facts)
+        return found
+
+
+@lru_cache(maxsize=1)
+def installation() -> Installation:
+    """The installation of this process, opened at the first call."""
+    return Installation.open(settings())
+
+
+_warm = False
+
+
+def finish_warmup() -> None:
+    """From now on PRIME_KERNELS_JIT=error-after-warmup refuses to compile. For the end of a job's first step."""
+    global _warm
+    _warm = True
+
+
+def _jit_off(mode: str) -> bool:
+    return mode == "never" or (mode == "error-after-warmup" and _warm)
+
+
+def _cached(unit: jit.Unit, target: arch.Target, driver: int, at: Installation) -> tuple[bytes, str] | None:
+    """A cached build of these very sources by any NVRTC that the driver can follow."""
+    from prime_kernels.loader.entry import CacheKey, nvrtc_of
+
+    for build in at.store.builds(unit.src_fp, unit.hdr_fp):
+        if nvrtc_of(build)[0] <= driver // 1000:
+            hit = at.store.read(CacheKey(build, target, unit.entry.key))
+            if hit is not None:
+                return hit.cubin, hit.origin
+    return None
+
+
+def not_found(key: str, cc: tuple[int, int], trace: Sequence[Decision]) -> BackendUnavailable:
+    """The error for a kernel that nothing holds (E09); its text ends with the trace."""
+    return BackendUnavailable(
+        f"no kernel {key} for sm_{cc[0]}{cc[1]}. Tried:\n{select.trace_text(trace)}\n",
+        code="E09",
+        facts={"key": key, "cc": f"{cc[0]}.{cc[1]}", "trace": select.trace_text(trace).splitlines()},
+        remedy="Run `prime-kernels list` for what is installed; reinstall if a shipped kernel is missing.",
+    )
+
+
+def resolve(
+    key: str, cc: tuple[int, int], driver: int, at: Installation, *, build: bool = True
+) -> tuple[tuple[bytes, Spec] | None, list[Decision]]:
+    """Find a kernel, compiling it if that is what it takes.
+
+    Args:
+        key: Kernel key.
+        cc: Compute capability of the device.
+        driver: CUDA version of the driver.
+        at: Where to look.
+        build: False stops before compiling.
+
+    Returns:
+        The verified cubin with its spec (None if `build` is False and it would have to be compiled), and the trace.
+
+    Raises:
+        ArtifactError: The pack that was chosen is damaged (E10, E11).
+        CompileError: It has to be compiled and cannot be (E30, E31, E32).
+        BackendUnavailable: Nothing holds it, with the trace (E09).
+    """
+    trace = select.choose(key, cc, driver, [pack.header for pack in at.packs], forced=at.settings.pack)
+    chosen = select.first_accepted(trace)
+    if chosen is not None and chosen.entry is not None:
+        pack = next(p for p in at.packs if p.name == chosen.where)
+        row = chosen.entry
+        data = pack.cubin(row)
+        common: dict[str, Any] = {"key": key, "symbol": row.symbol, "arch": row.arch, "args": row.args}
+        return (data, meta.make_spec(data, **common, args_hash=row.args_hash, origin=chosen.where)), trace
+    target = arch.default_target(cc)
+    unit = jit.read_unit(at.sources, key, at.sources_folder) if at.sources is not None else None
+    if unit is None or target is None:
+        trace.append(Rejected("jit", key, "no sources of this kernel are installed"))
+        raise not_found(key, cc, trace)
+    hit = _cached(unit, target, driver, at)
+    if hit is not None:
+        trace.append(Accepted(hit[1], key))
+        return (hit[0], jit.describe(hit[0], unit.entry, target, hit[1])), trace
+    trace.append(Rejected("cache", key, "not there"))
+    return _compile(unit, target, driver, at, trace, build=build), trace
+
+
+def _compile(
+    unit: jit.Unit, target: arch.Target, driver: int, at: Installation, trace: list[Decision], *, build: bool
+) -> tuple[bytes, Spec] | None:
+    key, mode = unit.entry.key, at.settings.jit
+    compiler, tried = nvrtc.find(at.settings.nvrtc)
+    problem: PrimeKernelsError | None
+    if _jit_off(mode):
+        shipped = [name for pack in at.packs for name in pack.header.entries]
+        problem = jit.switched_off(key, target, mode, shipped)
+    else:
+        problem = jit.unbuildable(unit.entry, compiler, target, driver) if compiler else nvrtc.missing(tried)
+    if problem is not None or compiler is None:
+        error = problem or nvrtc.missing(tried)
+        trace.append(Rejected("jit", key, error.message))
+        if build:
+            raise error
+        return None
+    trace.append(Accepted(f"nvrtc {compiler.release}", key))
+    if not build:
+        return None
+    if mode == "warn":
+        LOG.warning("E31: %s for %s is not shipped; `prime-kernels warmup` would compile it ahead", key, target)
+    cache_key = unit.cache_key(compiler.release, target)
+    hit = at.store.get_or_build(
+        cache_key, lambda: jit.compile_unit(unit, compiler, target, at.store), f"nvrtc {compiler.release}"
+    )
+    return hit.cubin, jit.describe(hit.cubin, unit.entry, target, hit.origin)
+
+
+def check_family(name: str, cc: tuple[int, int], driver: int) -> None:
+    """Refuse a kernel family of which nothing would run on a device.
+
+    Raises:
+        BackendUnavailable: No key of the family is installed, or none for this device (E09).
+    """
+    at = installation()
+    keys = [d.key for d in select.keys_for(name, at.facts_by_key(), None)]
+    trace: list[Decision] = []
+    for key in keys:
+        try:
+            if select.first_accepted(resolve(key, cc, driver, at, build=False)[1]):
+                return
+        except BackendUnavailable:
+            pass
+        trace += select.choose(key, cc, driver, [pack.header for pack in at.packs], forced=at.settings.pack)
+    raise not_found(name, cc, trace)
