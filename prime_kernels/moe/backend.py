@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from prime_kernels.moe.abort import PeerChannel
     from prime_kernels.moe.config import MegaMoEConfig
 
     # Packed [E_l, 2I, H] (gate rows, then up rows), or (w_gate, w_up) each [E_l, I, H]. Both are zero-copy.
@@ -60,6 +61,10 @@ class RuntimeView(Protocol):
     def num_local_experts(self) -> int: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def channel(self) -> PeerChannel | None:
+        """The line to the peers; None at ep_size 1."""
+        ...
 
 
 class Backend(Protocol):
