@@ -16,8 +16,11 @@ from prime_kernels.moe.placement import process_group
 from prime_kernels.moe.runtime import MegaMoERuntime
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from torch import Tensor
-    from torch.distributed import DeviceMesh, ProcessGroup
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from prime_kernels.moe.config import Precision
 
@@ -95,9 +98,7 @@ def _replayed(x: Tensor) -> bool:
     if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return True
     source = torch.utils.checkpoint.__file__
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename == source:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != source:
+        frame = frame.f_back
+    return frame is not None

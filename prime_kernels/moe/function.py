@@ -8,7 +8,7 @@ an autograd formula.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -61,7 +61,7 @@ class MegaMoEFunction(torch.autograd.Function):
         return result[0], result[2], result[3]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * 7
@@ -118,6 +118,10 @@ def run_forward(
     return tuple(result)
 
 
+@overload
+def local_weight(weight: Tensor) -> Tensor: ...
+@overload
+def local_weight(weight: Tensor | None) -> Tensor | None: ...
 def local_weight(weight: Tensor | None) -> Tensor | None:
     """This rank's part, packed to three dimensions; no copy."""
     if isinstance(weight, DTensor):

@@ -15,7 +15,10 @@ from prime_kernels.moe.function import Call, MegaMoEFunction, local_weight, run_
 from prime_kernels.moe.handles import NO_RUNTIME
 
 if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup
+    from collections.abc import Callable
+
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from prime_kernels.moe.config import Precision, Save
     from prime_kernels.moe.runtime import MegaMoERuntime
@@ -86,9 +89,8 @@ def mega_moe(
         Under no_grad nothing is saved. Differentiating twice raises.
     Source: moe/function.py and moe/ops.py; the reference is moe/reference.py.
     """
-    if torch.compiler.is_compiling():
-        run = _traced
-    else:
+    run: Callable[..., tuple[Tensor, ...]] = _traced
+    if not torch.compiler.is_compiling():
         if runtime is None:
             runtime = auto.runtime_for(x, topk_ids, w_gate_up, w_down, group=group, precision=precision)
         elif group is not None:
@@ -124,7 +126,8 @@ def _eager(
     if not _differentiable(x, topk_weights, gate_up, up, w_down):
         result = run_forward(x, topk_ids, topk_weights, gate_up, up, w_down, call._replace(save="inputs"))
         return result[0], result[2], result[3]
-    return MegaMoEFunction.apply(x, topk_ids, topk_weights, gate_up, up, w_down, call)
+    outputs: tuple[Tensor, ...] = MegaMoEFunction.apply(x, topk_ids, topk_weights, gate_up, up, w_down, call)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 def _traced(

@@ -44,7 +44,7 @@ _SCHEMAS = (
     "mega_moe_prepare(Tensor w_gate_up, Tensor? w_up, Tensor w_down, int runtime) -> Tensor[]",
 )
 
-_library = torch.library.Library("prime_kernels", "DEF")
+_library: Any = torch.library.Library("prime_kernels", "DEF")  # type: ignore[no-untyped-call]
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -67,6 +67,7 @@ def _run_forward(
     w_down: Tensor,
     prepared: Sequence[Tensor],
     runtime_id: int,
+    *,
     save: str,
 ) -> ForwardResult:
     runtime = lookup(runtime_id)
@@ -85,14 +86,13 @@ def _run_forward(
     return result
 
 
-def _forward(*args: Any) -> tuple[Tensor, ...]:
-    return _run_forward(*args, "inputs")[:4]
+def _forward(*args: Any) -> tuple[Tensor | None, ...]:
+    return _run_forward(*args, save="inputs")[:4]
 
 
-def _forward_preact(*args: Any) -> tuple[Tensor, ...]:
-    result = _run_forward(*args)
-    assert result.preact is not None
-    return tuple(result)
+def _forward_preact(*args: Any) -> tuple[Tensor | None, ...]:
+    *inputs, save = args
+    return tuple(_run_forward(*inputs, save=save))
 
 
 def _backward(

@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from prime_kernels.errors import UnsupportedConfig
 from prime_kernels.moe.plan import plan_memory
 
 if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup
+    from torch.distributed import ProcessGroup
 
     from prime_kernels.moe.config import MegaMoEConfig
 
 
-def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+def process_group(group: object) -> ProcessGroup | None:
     """The ProcessGroup behind `group`; None when it has one rank."""
-    if isinstance(group, dist.DeviceMesh):
+    if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise UnsupportedConfig(
                 f"group is a DeviceMesh with {group.ndim} dimensions; need 1.",

@@ -24,21 +24,24 @@ import torch
 
 from prime_kernels.errors import ConfigMismatch
 from prime_kernels.moe import exchange
-from prime_kernels.moe.activation import swiglu, swiglu_backward
+from prime_kernels.moe.activation import swiglu
 from prime_kernels.moe.backend import Backend, BackwardResult, ForwardResult, Needs
 from prime_kernels.moe.recipe import Operands
+from prime_kernels.moe.reference_experts import (
+    NEED_DSCORE,
+    NEED_DX,
+    NEED_ROWS,
+    ExpertBackward,
+    SavedRows,
+    gate_up_rows,
+    spans,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
     from prime_kernels.moe.backend import RuntimeView, Weights
     from prime_kernels.moe.config import MegaMoEConfig
-    from prime_kernels.moe.exchange import Routing
-
-# Bits of `Routing.peer_flags`: what some rank needs, so that all of them take part.
-_NEED_DX, _NEED_DSCORE, _NEED_ROWS = 1, 2, 4
 
 
 class ReferenceBackend(Backend):
@@ -87,8 +90,8 @@ class ReferenceBackend(Backend):
         rows = exchange.dispatch(exchange.gather_slots(x, routing), routing)
         z = rows.new_zeros(routing.num_recv, 2 * config.intermediate)
         y_rows = rows.new_zeros(routing.num_recv, config.hidden, dtype=operands.acc_dtype)
-        for expert, span in _spans(routing):
-            z[span] = _gate_up(operands, rows[span], expert)
+        for expert, span in spans(routing):
+            z[span] = gate_up_rows(operands, rows[span], expert)
             h = swiglu(z[span].to(operands.acc_dtype), config.activation).to(x.dtype)
             y_rows[span] = operands.rows(h) @ operands.down(expert).t()
         y = exchange.sum_slots(exchange.combine_rows(y_rows, routing), routing, topk_weights).to(x.dtype)
@@ -119,52 +122,33 @@ class ReferenceBackend(Backend):
     ) -> BackwardResult:
         config = runtime.config
         operands = Operands(config.precision, w_gate_up, w_down, prepared)
-        saved = _SavedRows(preact, int(plan[-1]), config.intermediate)
-        _check_plan(plan, topk_ids, config.num_experts)
-        flags = needs.x * _NEED_DX | needs.topk_weights * _NEED_DSCORE
+        saved = SavedRows(preact, int(plan[-1]), config.intermediate)
+        check_plan(plan, topk_ids, config.num_experts)
+        flags = needs.x * NEED_DX | needs.topk_weights * NEED_DSCORE
         routing = exchange.routing_from_plan(
             plan[:-1],
             topk_ids.shape,
             group=runtime.group,
             ep_size=runtime.ep_size,
             channel=runtime.channel,
-            flags=flags | (0 if saved.has_all_x else _NEED_ROWS),
+            flags=flags | (0 if saved.has_all_x else NEED_ROWS),
         )
-        if routing.peer_flags & _NEED_ROWS:
+        if routing.peer_flags & NEED_ROWS:
             rows = exchange.dispatch(exchange.gather_slots(x, routing), routing)
         else:
             rows = saved.x
         dy_rows = exchange.dispatch(exchange.gather_slots(dy, routing), routing)
         scores = exchange.dispatch(exchange.slots_to_rows(topk_weights, routing), routing)
-
-        dtype = wgrad_dtype if wgrad_dtype is not None else w_down.dtype
-        dx_rows = dy_rows.new_zeros(dy_rows.shape, dtype=operands.acc_dtype)
-        ds_rows = scores.new_zeros(scores.shape, dtype=operands.acc_dtype)
-        dw_gate_up = _zeros(w_gate_up, dtype) if needs.w_gate_up else None
-        dw_down = _zeros(w_down, dtype) if needs.w_down else None
-        for expert, span in _spans(routing):
-            x_e, dy_e, s = rows[span], operands.rows_backward(dy_rows[span]), scores[span].to(operands.acc_dtype)
-            z = saved.z(span)
-            z = (_gate_up(operands, x_e, expert).to(x.dtype) if z is None else z).to(operands.acc_dtype)
-            h = swiglu(z, config.activation).to(x.dtype).to(operands.acc_dtype)
-            if dw_down is not None:
-                dw_down[expert] = operands.tokens(dy_e).t() @ operands.tokens((s * h).to(x.dtype))
-            if not (needs.w_gate_up or routing.peer_flags & (_NEED_DX | _NEED_DSCORE)):
-                continue
-            dh = dy_e @ operands.down(expert, dgrad=True)  # without s
-            ds_rows[span] = (dh * h).sum(1, keepdim=True)
-            dz = swiglu_backward(z, s * dh, config.activation).to(x.dtype)
-            if routing.peer_flags & _NEED_DX:
-                dx_rows[span] = operands.rows_backward(dz) @ operands.gate_up(expert, dgrad=True)
-            if dw_gate_up is not None:
-                # The forward's rows: of an fp8 forward, the values its codes stand for.
-                _store(dw_gate_up, expert, operands.tokens(dz).t() @ operands.tokens(operands.rows(x_e)))
+        work = ExpertBackward(config, operands, saved, routing, needs, wgrad_dtype or w_down.dtype)
+        work.run(rows, dy_rows, scores, w_gate_up, w_down)
         dx = dscore = None
-        if routing.peer_flags & _NEED_DX:
-            dx = exchange.sum_slots(exchange.combine_rows(dx_rows, routing), routing).to(x.dtype)
-        if routing.peer_flags & _NEED_DSCORE:
-            dscore = exchange.rows_to_slots(exchange.combine_rows(ds_rows, routing), routing)
-        return BackwardResult(dx if needs.x else None, dscore if needs.topk_weights else None, dw_gate_up, dw_down)
+        if work.wants_dx:
+            dx = exchange.sum_slots(exchange.combine_rows(work.dx_rows, routing), routing).to(x.dtype)
+        if work.wants_dscore:
+            dscore = exchange.rows_to_slots(exchange.combine_rows(work.ds_rows, routing), routing)
+        return BackwardResult(
+            dx if needs.x else None, dscore if needs.topk_weights else None, work.dw_gate_up, work.dw_down
+        )
 
     def _saved(self, runtime: RuntimeView, save: str, num_tokens: int, z: Tensor, rows: Tensor) -> Tensor | None:
         """The first rows of z (and of x), as many as have a place; zeros in the places that are left."""
@@ -181,62 +165,14 @@ class ReferenceBackend(Backend):
         return out
 
 
-class _SavedRows:
-    """What forward kept of the rows this rank computed. Rows beyond the pool's capacity were not kept."""
-
-    def __init__(self, preact: Tensor | None, num_rows: int, intermediate: int) -> None:
-        self._preact = preact
-        self._width = 2 * intermediate
-        self.has_all_x = preact is not None and preact.shape[1] > self._width and num_rows <= preact.shape[0]
-
-    @property
-    def x(self) -> Tensor:
-        """[rows, H]; only with `has_all_x`."""
-        assert self._preact is not None
-        return self._preact[:, self._width :].contiguous()
-
-    def z(self, span: slice) -> Tensor | None:
-        """One expert's pre-activations; None when any of them is missing, since a GEMM over fewer rows may round
-        differently."""
-        if self._preact is None or span.stop > self._preact.shape[0]:
-            return None
-        return self._preact[span, : self._width]
-
-
-def _gate_up(operands: Operands, rows: Tensor, expert: int) -> Tensor:
-    return operands.rows(rows) @ operands.gate_up(expert).t()
-
-
-def _spans(routing: Routing) -> Iterator[tuple[int, slice]]:
-    """Local experts that have rows, with their rows."""
-    end = 0
-    for expert, count in enumerate(routing.recv_per_local_expert.tolist()):
-        start, end = end, end + count
-        if count:
-            yield expert, slice(start, end)
-
-
-def _zeros(weights: Weights, dtype: torch.dtype) -> Weights:
-    if isinstance(weights, tuple):
-        gate, up = weights
-        return torch.zeros_like(gate, dtype=dtype), torch.zeros_like(up, dtype=dtype)
-    return torch.zeros_like(weights, dtype=dtype)
-
-
-def _store(target: Weights, expert: int, value: Tensor) -> None:
-    if isinstance(target, tuple):
-        target[0][expert], target[1][expert] = value.chunk(2)
-    else:
-        target[expert] = value
-
-
-def _check_plan(plan: Tensor, topk_ids: Tensor, num_experts: int) -> None:
+def check_plan(plan: Tensor, topk_ids: Tensor, num_experts: int) -> None:
     """A recomputed router may choose other experts than the forward that made the plan: then nothing fits."""
     num_slots = topk_ids.numel()
-    rows, counts = plan[:num_slots].view(topk_ids.shape), plan[num_slots:-1]
+    rows, counts = plan[:num_slots].view(topk_ids.shape), plan[num_slots : num_slots + num_experts]
     ends = counts.cumsum(0)
     owners = torch.where(rows < 0, -1, torch.searchsorted(ends, rows, right=True))
-    changed = (owners != topk_ids).nonzero()
+    routed = torch.where((topk_ids >= 0) & (topk_ids < num_experts), topk_ids, -1)
+    changed = (owners != routed).nonzero()
     if len(changed):
         token, slot = changed[0].tolist()
         raise ConfigMismatch(
