@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("prime_kernels.loader")
 FOLDER = Path(__file__).resolve().parent.parent / "_src"
 ENTRIES = "ENTRIES.json"
+# Beside what nvcc gets: NVRTC compiles no host code, so an unmarked constexpr function is meant for the device.
+NVRTC_OPTIONS = ("-default-device",)
 _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)"([^"]+)"', re.M)
 
 
@@ -132,7 +134,7 @@ def read_unit(sources: Sources, key: str, folder: Path = FOLDER) -> Unit | None:
             headers[name], more = _rooted(name, _read(folder, name, entry.file))
             queue += more
     ordered = dict(sorted(headers.items()))
-    options = tuple(sources.options)
+    options = (*sources.options, *NVRTC_OPTIONS)
     src_fp = _digest([(entry.file, source)])[:16]
     hdr_fp = _digest([*ordered.items(), ("options", " ".join(options))])[:8]
     return Unit(entry, source, ordered, options, src_fp, hdr_fp)
@@ -213,7 +215,7 @@ def compile_unit(unit: Unit, compiler: Nvrtc, target: Target, store: Store | Non
         if path is None:
             raise
         facts = {**err.facts, "log_path": path}
-        raise CompileError(f"{err.message}Full log: {path}", code=err.code, facts=facts, remedy=err.remedy) from err
+        raise CompileError(f"{err.message}Full log: {path}.", code=err.code, facts=facts, remedy=err.remedy) from err
     except ArtifactError as err:
         raise CompileError(
             f"NVRTC {compiler.release} made something else of {key} than was promised: {err.message}",

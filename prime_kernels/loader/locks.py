@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One lock per cache entry and node, so that the ranks of a job compile a missing kernel once.
 
-The lock file lives on a file system of this node, never on the cache's own, which may be a network mount. It is a
-lock of the OS: when its holder is killed the next process goes on at once. The file is never unlinked, because a waiter could then
-hold a lock on a file that nobody else sees.
+The lock file lives on a file system of this node, never on the cache's own, which may be a network mount. The lock is
+one of the OS: when its holder is killed the next process goes on at once. The file is never unlinked, because a waiter
+could then hold a lock on a file that nobody else sees.
 """
 
 from __future__ import annotations

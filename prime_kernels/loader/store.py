@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel cache on disk: read with checks, build once per node, publish without ever failing the caller.
 
-Safe by construction rather than by locking: an entry is written to a private file and linked into place, a builder loads
-its own bytes, and a reader verifies the very bytes it returns. The lock only saves work.
+Safe by construction rather than by locking: an entry is written to a private file and linked into place, a builder
+loads its own bytes, and a reader verifies the very bytes it returns. The lock only saves work.
 """
 
 from __future__ import annotations
