@@ -81,8 +81,8 @@ class Backend(Protocol):
         """Why this config is not implemented, as a sentence that names the field; None when it is."""
         ...
 
-    def unavailable_reason(self, device: torch.device) -> str | None:
-        """Why nothing of this backend can run on this device, whatever the config; None when it can."""
+    def unavailable_reason(self, device: torch.device, config: MegaMoEConfig) -> str | None:
+        """Why this machine cannot run it: device, driver, or the engine the config names; None when it can."""
         return None
 
     def dtypes(self, config: MegaMoEConfig) -> tuple[torch.dtype, ...]:

@@ -99,7 +99,7 @@ def _try(name: str, config: MegaMoEConfig, ep_size: int, device: torch.device) -
         backend = get_backend(name)
     except BackendUnavailable as error:
         return Choice(None, error)
-    reason = backend.unavailable_reason(device)
+    reason = backend.unavailable_reason(device, config)
     if reason is not None:
         return Choice(None, BackendUnavailable(reason, facts=facts))
     reason = backend.unsupported_reason(config, ep_size=ep_size, device=device)

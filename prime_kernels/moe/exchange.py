@@ -47,6 +47,8 @@ class Routing:
     """[E] int32. Rows that this rank sends to each expert."""
     recv_per_local_expert: Tensor
     """[E_l] int32. Rows that each local expert computes."""
+    recv_counts: tuple[int, ...] | None
+    """`recv_per_local_expert` on the host; None at ep_size 1, where nobody had to ask the device."""
     send_splits: tuple[int, ...]
     recv_splits: tuple[int, ...]
     arrival: Tensor | None
@@ -218,7 +220,7 @@ def _route(
     if ep_size == 1:
         rows = (order.numel(),)
         return Routing(
-            num_tokens, topk, rows[0], rows[0], order, slot_rows, counts, counts, rows, rows, None, flags, None, None
+            num_tokens, topk, *rows, *rows, order, slot_rows, counts, counts, None, rows, rows, None, flags, None, None
         )
     # One device-to-host copy: split sizes of a collective are host values.
     sent = counts.to("cpu", torch.int64).view(ep_size, -1)
@@ -238,6 +240,7 @@ def _route(
         slot_rows,
         counts,
         received.sum(0).to(counts.device, torch.int32, non_blocking=True),
+        tuple(received.sum(0).tolist()),
         send_splits,
         recv_splits,
         _arrival_order(received, num_recv).to(counts.device, non_blocking=True),
