@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for libcuda.so.1 (stub.c lists its environment variables) and helpers to build and read it.
 
-In one process: `stub = load_stub()` before the package's first driver call; later calls by anyone to
-`dlopen("libcuda.so.1")` find it by its SONAME. For a subprocess: `env = stub_environment(PK_STUB_DRIVER="12090")`.
+Tests run the code that meets the stub in a process of its own, `run_with_stub(code, PK_STUB_DRIVER="12090")`: once a
+process has the stub, everything in it that asks for a driver, torch included, finds the stub. `load_stub()` is for code
+that runs in such a process and wants the log.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import hashlib
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from build_tools import host_shim
 
 SOURCE = Path(__file__).with_name("stub.c")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def build_stub(*, old: bool = False) -> Path:
@@ -72,3 +75,18 @@ def stub_environment(*, old: bool = False, **settings: str) -> dict[str, str]:
     folder = str(build_stub(old=old).parent)
     env["LD_LIBRARY_PATH"] = f"{folder}:{env['LD_LIBRARY_PATH']}" if env.get("LD_LIBRARY_PATH") else folder
     return env | settings
+
+
+def run_with_stub(code: str, *, old: bool = False, **settings: str) -> str:
+    """Output of `python -c code` with the stub as its driver; `stub` in `code` is a `Stub`, for its log.
+
+    Raises:
+        AssertionError: the process failed; its output is in the message.
+    """
+    path = build_stub(old=old)
+    prelude = f"from pathlib import Path\nfrom tests.stub_cuda import Stub\nstub = Stub(Path({str(path)!r}))\n"
+    env = stub_environment(old=old, **settings)
+    command = [sys.executable, "-c", prelude + code]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
