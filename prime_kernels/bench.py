@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BackendName = Literal["cuda", "grouped", "reference"]
 BASELINE: BackendName = "grouped"
-# Largest relative Frobenius distance from the reference backend at which a backend may print a time.
+# Largest relative Frobenius distance from the reference backend, of output and gradients, at which a time is printed.
 MAX_ERROR = 2e-2
 # The reference computes at most this many tokens for the check; rows do not depend on each other.
 CHECK_TOKENS = 256
@@ -34,7 +34,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Row:
-    """One backend: medians in milliseconds, relative error of the output; a reason instead where it did not run."""
+    """One backend: medians in milliseconds, largest relative error of output and gradients; or why it did not run."""
 
     backend: str
     forward_ms: float | None = None
@@ -49,6 +49,7 @@ class _Candidate:
     def __init__(self, config: prime_kernels.MegaMoEConfig, inputs: tuple[Tensor, ...], device: torch.device) -> None:
         self.runtime = prime_kernels.MegaMoERuntime.create(config, device=device)
         self.inputs = inputs
+        self.leaves = [tensor for tensor in inputs if tensor.requires_grad]
         self.y: Tensor | None = None
         self.forward_s: list[float] = []
         self.backward_s: list[float] = []
@@ -65,9 +66,13 @@ class _Candidate:
 
     def backward(self, dy: Tensor) -> None:
         assert self.y is not None
-        leaves = [tensor for tensor in self.inputs if tensor.requires_grad]
-        torch.autograd.grad(self.y, leaves, dy)
+        torch.autograd.grad(self.y, self.leaves, dy)
         self.y = None
+
+    def results(self, dy: Tensor) -> tuple[Tensor, ...]:
+        """Output of the first tokens, and all gradients for this dy of theirs."""
+        y = self.call(dy.shape[0])
+        return y.detach(), *torch.autograd.grad(y, self.leaves, dy)
 
 
 def _inputs(config: prime_kernels.MegaMoEConfig, tokens: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -103,10 +108,11 @@ def _timed(device: torch.device, function: object, *args: Tensor) -> float:
     return time.perf_counter() - start
 
 
-def _relative_error(candidate: _Candidate, reference: Tensor) -> float:
-    with torch.no_grad():
-        y = candidate.call(CHECK_TOKENS)
-    return float((y.float() - reference).norm() / reference.norm())
+def _relative_error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """Largest relative Frobenius distance over the tensors; NaN if any holds one."""
+    pairs = zip(found, expected, strict=True)
+    errors = [(a.float() - b.float()).norm() / b.float().norm() for a, b in pairs]
+    return float(torch.stack(errors).max())
 
 
 def measure(config: prime_kernels.MegaMoEConfig, tokens: int, rounds: int, device: torch.device) -> list[Row]:
@@ -119,24 +125,24 @@ def measure(config: prime_kernels.MegaMoEConfig, tokens: int, rounds: int, devic
         device: CPU or a CUDA device.
 
     Returns:
-        One row a backend, the baseline last. A backend that cannot run, or whose output is further than `MAX_ERROR`
-        from the reference, has a reason and no time.
+        One row a backend, the baseline last. A backend that cannot run, or whose output or gradients are further than
+        `MAX_ERROR` from the reference, has a reason and no time.
 
     Raises:
         UnsupportedConfig: No backend supports the layer.
     """
     inputs = _inputs(config, tokens, device)
     names: list[BackendName] = ["cuda" if device.type == "cuda" else "reference", BASELINE]
-    with torch.no_grad():
-        oracle = _Candidate(config.replace(backend="reference"), inputs, device)
-        reference = oracle.call(CHECK_TOKENS).float()
-        oracle.runtime.close()
-    rows: dict[str, Row] = {}
-    running: dict[str, _Candidate] = {}
+    dy = torch.randn(inputs[0].shape, device=device, dtype=inputs[0].dtype)
+    oracle = _Candidate(config.replace(backend="reference"), inputs, device)
+    expected = oracle.results(dy[:CHECK_TOKENS])
+    oracle.runtime.close()
+    rows: dict[BackendName, Row] = {}
+    running: dict[BackendName, _Candidate] = {}
     for name in names:
         try:
             candidate = _Candidate(config.replace(backend=name), inputs, device)
-            error = _relative_error(candidate, reference)
+            error = _relative_error(candidate.results(dy[:CHECK_TOKENS]), expected)
         except PrimeKernelsError as failure:
             rows[name] = Row(name, reason=str(failure))
             continue
@@ -146,16 +152,22 @@ def measure(config: prime_kernels.MegaMoEConfig, tokens: int, rounds: int, devic
         else:
             candidate.runtime.close()
             rows[name] = Row(name, relative_error=error, reason=f"relative error {error:.1e} over {MAX_ERROR:.0e}")
-    dy = torch.randn(inputs[0].shape, device=device, dtype=inputs[0].dtype)
     for _ in range(rounds + 1):
         for candidate in running.values():
             candidate.forward_s.append(_timed(device, candidate.forward))
             candidate.backward_s.append(_timed(device, candidate.backward, dy))
-    for name, candidate in running.items():
+    for candidate in running.values():
         candidate.runtime.close()
-        times = (statistics.median(seconds[1:]) * 1e3 for seconds in (candidate.forward_s, candidate.backward_s))
-        rows[name] = Row(name, *times, relative_error=rows[name].relative_error)
-    return [rows[name] for name in names]
+    return [
+        replace(
+            rows[name],
+            forward_ms=statistics.median(running[name].forward_s[1:]) * 1e3,
+            backward_ms=statistics.median(running[name].backward_s[1:]) * 1e3,
+        )
+        if name in running
+        else rows[name]
+        for name in names
+    ]
 
 
 def run(args: argparse.Namespace) -> int:

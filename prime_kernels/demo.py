@@ -3,7 +3,7 @@
 
 Two students with equal initial parameters learn a fixed teacher from the same batches. One computes its experts with
 `prime_kernels.mega_moe`, the other with a loop over all experts that shares no code with this package. The demo passes
-if the loss falls below half of its first value and both curves agree at every step.
+if the loss falls below half of its first value and the running means of both curves agree at every step.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ if TYPE_CHECKING:
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOPK, TOKENS = 128, 128, 8, 2, 512
 LEARNING_RATE = 3e-3
 SEED = 20261129
-# Largest relative difference between the two loss curves at any step. Float32 differs by summation order only; bfloat16
-# rounds activations at other places in the two computations, and a rounded router score may pick another expert.
-AGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+# Largest relative difference between the two loss curves, each a running mean over WINDOW steps. Float32 differs by the
+# order of additions only (2e-7 in 300 steps). Bfloat16 rounds at other places in the two computations, and a rounded
+# score may pick another expert, from where single steps wander apart (3e-2 in 300 steps; their running means 1.5e-2).
+WINDOW = 20
+AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Both curves stayed within the allowed relative difference (false for NaN)."""
+        """The curves stayed within the allowed relative difference (false for NaN)."""
         return self.max_relative_difference <= self.allowed_difference
 
 
@@ -154,6 +156,24 @@ def train(
     return *curves, [sorted(taken)[len(taken) // 2] for taken in seconds]
 
 
+def largest_difference(ours: list[float], plain: list[float]) -> float:
+    """How far two loss curves part.
+
+    Args:
+        ours: Losses of the curve that is judged.
+        plain: Losses of the curve that it should follow; as many.
+
+    Returns:
+        The largest relative difference of their running means over `WINDOW` steps; NaN if any loss is NaN.
+    """
+    curves = torch.tensor([ours, plain], dtype=torch.float64)
+    sums = F.pad(curves.cumsum(1), (1, 0))
+    ends = torch.arange(1, curves.shape[1] + 1)
+    starts = (ends - WINDOW).clamp(min=0)
+    means = (sums[:, ends] - sums[:, starts]) / (ends - starts)
+    return float(((means[0] - means[1]).abs() / means[1].abs()).max())
+
+
 def _draw(path: Path, ours: list[float], plain: list[float], backend: str) -> str | None:
     """Write the loss curves as PNG; None where matplotlib is not installed."""
     try:
@@ -199,6 +219,7 @@ def demo(steps: int, device: torch.device, out: Path, progress: TextIO) -> Repor
         hidden=HIDDEN,
         intermediate=INTERMEDIATE,
         max_tokens_per_rank=TOKENS,
+        allow_fallback=True,  # where no fused kernel fits, the table says "reference"
     )
     with prime_kernels.MegaMoERuntime.create(config, device=device) as runtime:
 
@@ -211,7 +232,6 @@ def demo(steps: int, device: torch.device, out: Path, progress: TextIO) -> Repor
         runtime.synchronize()
         backend = runtime.backend
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    differences = [abs(a - b) / abs(b) for a, b in zip(ours, plain, strict=True)]
     return Report(
         backend=backend,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
@@ -220,8 +240,7 @@ def demo(steps: int, device: torch.device, out: Path, progress: TextIO) -> Repor
         first_loss=ours[0],
         final_loss=ours[-1],
         plain_final_loss=plain[-1],
-        # max() would pass over a NaN that is not first.
-        max_relative_difference=float(torch.tensor(differences).max()),
+        max_relative_difference=largest_difference(ours, plain),
         allowed_difference=AGREEMENT[dtype],
         step_ms=seconds[0] * 1e3,
         plain_step_ms=seconds[1] * 1e3,
@@ -243,7 +262,7 @@ def _table(report: Report) -> str:
         (
             "curves agree",
             f"{'yes' if report.agrees else 'NO'} (largest relative difference {report.max_relative_difference:.1e}, "
-            f"allowed {report.allowed_difference:.0e})",
+            f"allowed {report.allowed_difference:.0e}; running means of {WINDOW} steps)",
         ),
         ("plot", report.plot or "not drawn: matplotlib is not installed (pip install 'prime-kernels[plot]')"),
     ]

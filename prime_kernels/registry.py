@@ -61,7 +61,7 @@ def _error(name: str, device: int | None) -> PrimeKernelsError | None:
             remedy="Update prime-kernels.",
         )
     if name == "mega_moe":
-        return _torch_error() or _device_error(name, device) or _fused_error(device)
+        return _torch_error() or _device_error(name, device) or _fused_error()
     return _device_error(name, device)
 
 
@@ -72,18 +72,15 @@ def _device_error(name: str, device: int | None) -> PrimeKernelsError | None:
     return unavailable_error(name, device=device)
 
 
-def _fused_error(device: int | None) -> PrimeKernelsError | None:
-    """What the backend adds for a device whose kernels are there; the sentence is the one that the call raises."""
+def _fused_error() -> PrimeKernelsError | None:
+    """Whether this build has the part that launches the fused kernels."""
     from prime_kernels.moe.backends import get_backend
 
     try:
-        backend = get_backend("cuda")
+        get_backend("cuda")
     except PrimeKernelsError as error:
         return error
-    import torch
-
-    reason = backend.unavailable_reason(torch.device("cuda", device))
-    return None if reason is None else BackendUnavailable(reason, facts={"kernel": "mega_moe", "device": device})
+    return None
 
 
 def unavailable_reason(name: str, device: int | None = None) -> str | None:
