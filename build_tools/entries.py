@@ -59,20 +59,22 @@ class Entry:
 
 
 def closure(header: str, root: Path = KERNELS) -> tuple[str, ...]:
-    """Every file that `header` includes, itself too: paths below kernels_src/, in order of first inclusion.
+    """Every file that `header` includes, itself too: paths below kernels_src/, what a file includes before the file.
 
     Raises:
         EntryError: a file does not exist, lies outside kernels_src/, or includes something with angle brackets.
     """
     order: list[str] = []
+    seen: set[str] = set()
 
     def visit(path: Path, via: str) -> None:
         try:
             name = path.resolve().relative_to(root.resolve()).as_posix()
         except ValueError:
             raise EntryError(f"{via} includes {path}, which is outside kernels_src/") from None
-        if name in order:
+        if name in seen:
             return
+        seen.add(name)
         if not path.is_file():
             raise EntryError(f"{via} includes {name}, which does not exist")
         text = path.read_text(encoding="utf-8")
