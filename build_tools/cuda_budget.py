@@ -27,8 +27,8 @@ MAX_TEMPLATE_PARAMETERS = 4
 MAX_COLUMNS = 100
 MAX_COLUMNS_PTX = 120
 MAX_OVERLAP = 0.40
-# Below this many comparable lines an overlap says nothing: two short headers share their frame.
-MIN_OVERLAP_LINES = 20
+# Fewer equal lines are the frame that headers of one kind share (includes, members of one contract), not a copy.
+MIN_SHARED_LINES = 20
 
 # A file may include files of its own folder and of folders with a smaller number.
 LAYERS = {
@@ -169,7 +169,7 @@ def _overlaps(files: Mapping[str, str]) -> Iterator[Violation]:
     for (path, one), (other, two) in combinations(sorted(prepared.items()), 2):
         smaller = min(one.total(), two.total())
         shared = (one & two).total()
-        if smaller >= MIN_OVERLAP_LINES and shared > MAX_OVERLAP * smaller:
+        if shared >= MIN_SHARED_LINES and shared > MAX_OVERLAP * smaller:
             share = f"{shared} of {smaller} lines ({shared / smaller:.0%}) also stand in {other}"
             yield Violation(path, 1, "overlap", f"{share}, at most {MAX_OVERLAP:.0%}")
 

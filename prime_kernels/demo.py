@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import prime_kernels
+from prime_kernels.demo_report import AGREEMENT, Report, draw, largest_difference, table
 from prime_kernels.devices import choose_device
 from prime_kernels.errors import UnsupportedConfig
 
@@ -31,39 +32,6 @@ if TYPE_CHECKING:
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOPK, TOKENS = 128, 128, 8, 2, 512
 LEARNING_RATE = 3e-3
 SEED = 20261129
-# Largest relative difference between the two loss curves, each a running mean over WINDOW steps. Float32 differs by the
-# order of additions only (2e-7 in 300 steps). Bfloat16 rounds at other places in the two computations, and a rounded
-# score may pick another expert, from where single steps wander apart (3e-2 in 300 steps; their running means 1.5e-2).
-WINDOW = 20
-AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a run showed; losses are means over the batch, times are milliseconds a training step."""
-
-    backend: str
-    device: str
-    dtype: str
-    steps: int
-    first_loss: float
-    final_loss: float
-    plain_final_loss: float
-    max_relative_difference: float
-    allowed_difference: float
-    step_ms: float
-    plain_step_ms: float
-    plot: str | None
-
-    @property
-    def learned(self) -> bool:
-        """The loss ended below half of its first value."""
-        return self.final_loss < 0.5 * self.first_loss
-
-    @property
-    def agrees(self) -> bool:
-        """The curves stayed within the allowed relative difference (false for NaN)."""
-        return self.max_relative_difference <= self.allowed_difference
 
 
 class Layer(nn.Module):
@@ -156,43 +124,6 @@ def train(
     return *curves, [sorted(taken)[len(taken) // 2] for taken in seconds]
 
 
-def largest_difference(ours: list[float], plain: list[float]) -> float:
-    """How far two loss curves part.
-
-    Args:
-        ours: Losses of the curve that is judged.
-        plain: Losses of the curve that it should follow; as many.
-
-    Returns:
-        The largest relative difference of their running means over `WINDOW` steps; NaN if any loss is NaN.
-    """
-    curves = torch.tensor([ours, plain], dtype=torch.float64)
-    sums = F.pad(curves.cumsum(1), (1, 0))
-    ends = torch.arange(1, curves.shape[1] + 1)
-    starts = (ends - WINDOW).clamp(min=0)
-    means = (sums[:, ends] - sums[:, starts]) / (ends - starts)
-    return float(((means[0] - means[1]).abs() / means[1].abs()).max())
-
-
-def _draw(path: Path, ours: list[float], plain: list[float], backend: str) -> str | None:
-    """Write the loss curves as PNG; None where matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.plot(plain, color="#bbbbbb", linewidth=5, label="plain torch, loop over experts")
-    axes.plot(ours, color="#0b5fa5", linewidth=1.5, label=f"prime_kernels.mega_moe ({backend})")
-    axes.set(xlabel="step", ylabel="mean squared error", yscale="log", title="One MoE layer learning a fixed teacher")
-    axes.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return str(path)
-
-
 def demo(steps: int, device: torch.device, out: Path, progress: TextIO) -> Report:
     """Train, compare and draw.
 
@@ -244,29 +175,8 @@ def demo(steps: int, device: torch.device, out: Path, progress: TextIO) -> Repor
         allowed_difference=AGREEMENT[dtype],
         step_ms=seconds[0] * 1e3,
         plain_step_ms=seconds[1] * 1e3,
-        plot=_draw(out / "loss.png", ours, plain, backend),
+        plot=draw(out / "loss.png", ours, plain, backend),
     )
-
-
-def _table(report: Report) -> str:
-    rows = [
-        ("backend", f"{report.backend} on {report.device}, {report.dtype}"),
-        ("layer", f"hidden {HIDDEN}, intermediate {INTERMEDIATE}, {NUM_EXPERTS} experts, top-{TOPK}, {TOKENS} tokens"),
-        ("loss", f"{report.first_loss:.4f} -> {report.final_loss:.4f}  ({report.steps} steps)"),
-        ("plain torch", f"{report.first_loss:.4f} -> {report.plain_final_loss:.4f}"),
-        (
-            "step time",
-            f"{report.step_ms:.2f} ms, plain torch {report.plain_step_ms:.2f} ms (a toy size; not a benchmark)",
-        ),
-        ("learned", f"{'yes' if report.learned else 'NO'} (final loss below half of the first)"),
-        (
-            "curves agree",
-            f"{'yes' if report.agrees else 'NO'} (largest relative difference {report.max_relative_difference:.1e}, "
-            f"allowed {report.allowed_difference:.0e}; running means of {WINDOW} steps)",
-        ),
-        ("plot", report.plot or "not drawn: matplotlib is not installed (pip install 'prime-kernels[plot]')"),
-    ]
-    return "\n".join(f"{name:<14}{value}" for name, value in rows)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -278,5 +188,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"result": "ok" if ok else "mismatch", **asdict(report)}))
     else:
-        print(_table(report))
+        layer = f"hidden {HIDDEN}, intermediate {INTERMEDIATE}, {NUM_EXPERTS} experts, top-{TOPK}, {TOKENS} tokens"
+        print(table(report, layer))
     return 0 if ok else 1

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import prime_kernels
 from prime_kernels import demo
+from prime_kernels.demo_report import AGREEMENT, WINDOW, Report, largest_difference
 from prime_kernels.errors import UnsupportedConfig
 
 CPU = torch.device("cpu")
@@ -67,16 +68,16 @@ def wrong_token(x: Tensor, ids: Tensor, weights: Tensor, w_gate_up: Tensor, w_do
 @pytest.mark.parametrize("wrong", [wrong_scores, wrong_halves, wrong_token], ids=lambda f: f.__doc__ or "")
 def test_a_wrong_layer_does_not_agree(wrong: Callable[..., Tensor]) -> None:
     ours, plain, _ = demo.train(12, CPU, wrong, io.StringIO())
-    assert demo.largest_difference(ours, plain) > demo.AGREEMENT[torch.float32]
+    assert largest_difference(ours, plain) > AGREEMENT[torch.float32]
 
 
 def test_the_difference_is_that_of_running_means() -> None:
     plain = [2.0] * 60
     ours = [2.0] * 30 + [2.5] + [2.0] * 29
-    assert demo.largest_difference(plain, plain) == 0
-    assert demo.largest_difference(ours, plain) == pytest.approx(0.5 / 2 / demo.WINDOW)
-    assert demo.largest_difference([2.5, 2.0], [2.0, 2.0]) == pytest.approx(0.25)
-    assert math.isnan(demo.largest_difference([*plain[1:], math.nan], plain))
+    assert largest_difference(plain, plain) == 0
+    assert largest_difference(ours, plain) == pytest.approx(0.5 / 2 / WINDOW)
+    assert largest_difference([2.5, 2.0], [2.0, 2.0]) == pytest.approx(0.25)
+    assert math.isnan(largest_difference([*plain[1:], math.nan], plain))
 
 
 def test_too_few_steps_to_learn_exit_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +99,7 @@ def test_a_wrong_call_exits_with_1(
 
 
 def test_a_loss_that_is_not_a_number_never_agrees() -> None:
-    report = demo.Report("b", "d", "float32", 3, 1.0, 0.1, 0.1, math.nan, 1e-3, 1.0, 1.0, None)
+    report = Report("b", "d", "float32", 3, 1.0, 0.1, 0.1, math.nan, 1e-3, 1.0, 1.0, None)
     assert report.learned
     assert not report.agrees
 

@@ -163,12 +163,21 @@ def test_an_arch_word_in_a_file_name_that_is_included_is_fine() -> None:
     assert rules(files) == []
 
 
-@pytest.mark.parametrize(("shared", "expected"), [(12, []), (13, ["overlap"])])
+@pytest.mark.parametrize(("shared", "expected"), [(24, []), (25, ["overlap"])])
 def test_two_headers_share_at_most_two_lines_in_five(shared: int, expected: list[str]) -> None:
     common = distinct(shared, "Common")
     files = {
-        "kernels_src/mma/sm90.cuh": C + common + distinct(30 - shared, "One"),
-        "kernels_src/mma/sm100.cuh": C + common + distinct(60, "Two"),
+        "kernels_src/mma/sm90.cuh": C + common + distinct(60 - shared, "One"),
+        "kernels_src/mma/sm100.cuh": C + common + distinct(90, "Two"),
+    }
+    assert rules(files) == expected
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(19, []), (20, ["overlap"])])
+def test_a_short_frame_is_no_copy(shared: int, expected: list[str]) -> None:
+    files = {
+        "kernels_src/epilogue/a.cuh": C + distinct(shared, "Common") + distinct(4, "One"),
+        "kernels_src/epilogue/b.cuh": C + distinct(shared, "Common") + distinct(4, "Two"),
     }
     assert rules(files) == expected
 
