@@ -188,13 +188,14 @@ def import_(store: Store, path: str) -> int:
         if key.path != name:
             raise _refuse(path, f"member {name} holds another key")
         checked.append((key, cubin, tool))
+    where = store.require()
     for key, cubin, tool in checked:
         if not store.publish(key, cubin, tool):
-            reasons = "; ".join(f"{place.path}: {place.refused}" for place in store.refused)
             raise ArtifactError(
-                f"no usable cache directory to import into ({reasons or 'write failed'}).",
+                f"cannot write to the cache {where}.",
                 code="E20",
-                remedy="Set PRIME_KERNELS_CACHE_DIR to a directory that only you can write.",
+                facts={"cache": where},
+                remedy="Free some space, or set PRIME_KERNELS_CACHE_DIR to another directory.",
             )
     _publish_manifest(store, manifest)
     return len(checked)
@@ -209,8 +210,3 @@ def _publish_manifest(store: Store, manifest: bytes) -> None:
     with os.fdopen(fd, "wb") as file:
         file.write(manifest)
     os.replace(name, MANIFEST, src_dir_fd=root, dst_dir_fd=root)
-
-
-def clear(store: Store) -> tuple[int, int]:
-    """Remove every file of the cache that it could have written; returns files and bytes."""
-    return prune(store, 0)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from prime_kernels.loader.manifest import Sources
+    from prime_kernels.loader.manifest import Entry, Sources
     from prime_kernels.loader.meta import Spec
     from prime_kernels.loader.packs import Pack
     from prime_kernels.settings import Settings
@@ -34,13 +34,14 @@ LOG = logging.getLogger("prime_kernels.loader")
 
 @dataclass(frozen=True)
 class Installation:
-    """What this process can take kernels from: opened packs, sources with their folder, the cache, the settings."""
+    """What this process can take kernels from: opened packs and sources with their folders, the cache, the settings."""
 
     packs: tuple[Pack, ...]
     sources: Sources | None
-    sources_folder: Path
     store: Store
     settings: Settings
+    packs_folder: Path = PACKS_FOLDER
+    sources_folder: Path = jit.FOLDER
 
     @classmethod
     def open(
@@ -52,7 +53,7 @@ class Installation:
             ArtifactError: A manifest or a pack is damaged (E10).
         """
         opened = tuple(open_installed(packs_folder))
-        return cls(opened, jit.read_sources(sources_folder), sources_folder, Store(config), config)
+        return cls(opened, jit.read_sources(sources_folder), Store(config), config, packs_folder, sources_folder)
 
     def facts_by_key(self) -> dict[str, Mapping[str, Any]]:
         """Facts of every key that packs or sources know, shipped ones first."""
@@ -106,6 +107,17 @@ def not_found(key: str, cc: tuple[int, int], trace: Sequence[Decision]) -> Backe
     )
 
 
+def read_entry(pack: Pack, row: Entry) -> tuple[bytes, Spec]:
+    """The verified cubin of a pack entry and its spec.
+
+    Raises:
+        ArtifactError: Hash, ELF header, kernel or argument layout differ from the pack's header (E05, E10, E11).
+    """
+    data = pack.cubin(row)
+    common: dict[str, Any] = {"key": row.key, "symbol": row.symbol, "arch": row.arch, "args": row.args}
+    return data, meta.make_spec(data, **common, args_hash=row.args_hash, origin=pack.name)
+
+
 def resolve(
     key: str, cc: tuple[int, int], driver: int, at: Installation, *, build: bool = True
 ) -> tuple[tuple[bytes, Spec] | None, list[Decision]]:
@@ -130,10 +142,7 @@ def resolve(
     chosen = select.first_accepted(trace)
     if chosen is not None and chosen.entry is not None:
         pack = next(p for p in at.packs if p.name == chosen.where)
-        row = chosen.entry
-        data = pack.cubin(row)
-        common: dict[str, Any] = {"key": key, "symbol": row.symbol, "arch": row.arch, "args": row.args}
-        return (data, meta.make_spec(data, **common, args_hash=row.args_hash, origin=chosen.where)), trace
+        return read_entry(pack, chosen.entry), trace
     target = arch.default_target(cc)
     unit = jit.read_unit(at.sources, key, at.sources_folder) if at.sources is not None else None
     if unit is None or target is None:

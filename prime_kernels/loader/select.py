@@ -83,7 +83,7 @@ def keys_for(kernel: str, facts: Mapping[str, Mapping[str, Any]], problem: Probl
     """Which keys of a kernel family serve a problem.
 
     Args:
-        kernel: A family ("mega_moe", "mega_moe.fwd") or a whole key.
+        kernel: A family ("mega_moe", "mega_moe.fwd"), a whole key, or "" for every key.
         facts: Facts by key, in order of preference.
         problem: None accepts every key of the family.
 
@@ -93,7 +93,7 @@ def keys_for(kernel: str, facts: Mapping[str, Mapping[str, Any]], problem: Probl
     found: list[Decision] = []
     for key, predicate in facts.items():
         family = key.split("|", 1)[0]
-        if kernel != key and kernel != family and not family.startswith(kernel + "."):
+        if kernel not in ("", key, family) and not family.startswith(kernel + "."):
             continue
         reason = serves_reason(predicate, problem) if problem is not None else None
         found.append(Accepted("variants", key) if reason is None else Rejected("variants", key, reason))

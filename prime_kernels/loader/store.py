@@ -13,6 +13,7 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from prime_kernels.errors import ArtifactError
 from prime_kernels.loader import entry, locks, places
@@ -39,6 +40,11 @@ class Hit:
     cubin: bytes
     origin: str
     where: str = ""
+
+
+@lru_cache(maxsize=64)
+def _warn_once(text: str) -> None:
+    LOG.warning("%s", text)
 
 
 def _write_all(fd: int, data: bytes) -> None:
@@ -69,35 +75,56 @@ class Store:
     refused: list[Place] = field(default_factory=list)
     place: Place | None = None
     _root: int | None = None
-    _opened: bool = False
+    _tried: int = 0  # 1: existing directories only, 2: with making one
     _write_off: bool = False
 
-    def open(self) -> int | None:
-        """Descriptor of the cache directory, chosen at the first call; None if every candidate was refused."""
-        if self._opened:
+    def open(self, *, create: bool = False) -> int | None:
+        """Choose a directory and open it.
+
+        Args:
+            create: Make it if it is missing; False changes nothing on disk.
+
+        Returns:
+            Its descriptor; None if every candidate was refused, or if it is missing and not made.
+        """
+        if self._root is not None or self._tried >= 1 + create:
             return self._root
-        self._opened = True
+        self._tried, self.refused, self.place = 1 + create, [], None
         for source, path in places.candidates(self.settings, self.uid):
-            found, self._root = places.probe(source, path, self.uid, shared=self.settings.cache_shared)
-            if self._root is not None:
-                self.place = found
+            found, root = places.probe(source, path, self.uid, shared=self.settings.cache_shared, create=create)
+            if found.refused is None:
+                self.place, self._root = found, root
                 break
             self.refused.append(found)
         # Only what the user asked for by name is worth a warning; a missing HOME is not.
         asked = [place for place in self.refused if place.source == "PRIME_KERNELS_CACHE_DIR"]
-        if self.place is None or asked:
+        for place in (asked or self.refused) if asked or self.place is None else ():
             instead = self.place.path if self.place else "memory only, nothing is kept for the next process"
-            for place in asked or self.refused:
-                LOG.warning(
-                    "E20: cache %s (%s) refused: %s; using %s", place.path, place.source, place.refused, instead
-                )
+            _warn_once(f"E20: cache {place.path} ({place.source}) refused: {place.refused}; using {instead}")
         return self._root
+
+    def require(self) -> str:
+        """Path of the cache directory.
+
+        Raises:
+            ArtifactError: Every candidate was refused (E20).
+        """
+        self.open()
+        if self.place is None:
+            reasons = "; ".join(f"{place.path} ({place.source}): {place.refused}" for place in self.refused)
+            raise ArtifactError(
+                f"there is no usable cache directory: {reasons}.",
+                code="E20",
+                facts={"refused": [(place.path, place.refused) for place in self.refused]},
+                remedy="Set PRIME_KERNELS_CACHE_DIR to a directory that only you can write.",
+            )
+        return self.place.path
 
     def close(self) -> None:
         """Release the directory; the next use opens it again."""
         if self._root is not None:
             os.close(self._root)
-        self._root, self._opened, self.place, self.refused = None, False, None, []
+        self._root, self._tried, self.place, self.refused = None, 0, None, []
 
     def read(self, key: CacheKey) -> Hit | None:
         """Look for an entry in the read-only caches, then in the cache. Anything wrong with it makes it a miss."""
@@ -141,7 +168,7 @@ class Store:
         Returns:
             Whether an entry for `key` exists now.
         """
-        root = self.open()
+        root = self.open(create=True)
         if root is None or self._write_off:
             return False
         try:
@@ -181,7 +208,7 @@ class Store:
 
     def keep_log(self, key: str, text: str) -> str | None:
         """Write a compiler log next to the entries, readable by the owner only; its path, or None without a cache."""
-        root = self.open()
+        root = self.open(create=True)
         if root is None or self.place is None:
             return None
         name = f"fail-{hashlib.sha256(key.encode()).hexdigest()[:12]}-{os.getpid()}.log"
@@ -226,7 +253,7 @@ class Store:
         found = self.read(key)
         if found is not None:
             return found
-        root = None if self.open() is None or self.place is None else self.place.path
+        root = None if self.open(create=True) is None or self.place is None else self.place.path
         with locks.NodeLock(root, key, self.settings, self.uid) as lock:
             found = lock.wait(lambda: self.read(key), self.lock_timeout_s)
             if found is not None:
