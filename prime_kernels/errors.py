@@ -35,6 +35,7 @@ CODES: dict[str, str] = {
     "E41": "a size or an option is not supported",
     "E42": "a tensor has the wrong shape, dtype, layout or device",
     "E43": "a kernel launch failed",
+    "E44": "a kernel gave up a wait inside one GPU",
     "E50": "ranks of one group differ in version or configuration",
     "E51": "GPUs of one group cannot reach each other's memory",
     "E52": "a rank waited longer than the limit for another",
