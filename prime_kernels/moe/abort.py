@@ -6,7 +6,7 @@ whether it goes on. A rank whose Python raised before its header sends a header 
 `PeerAborted` and the group stays usable for the next call. A rank that fails later, or not at all, leaves the group
 in the middle of a call: peers notice through the group's store or by waiting `timeout_s`, and the channel is broken.
 
-Headers travel on the CPU, in a gloo group of the channel's own, whatever carries the rows: a rank that waits for a
+Headers travel on the CPU, over gloo connections of their own, whatever carries the rows: a rank that waits for a
 header has launched nothing on its device. They are point-to-point, so a missing peer is known by name.
 """
 
@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,11 @@ if TYPE_CHECKING:
 
     _Receives = list[tuple[int, Work | None]]
 
-_FIRST_TAG, _NUM_TAGS = 0x5000, 0x4000
+_NUM_TAGS = 0x4000
 _POLL_S, _NOTICE_POLL_S = 0.0005, 0.1
+
+_num_channels: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+_abandoned: list[Any] = []
 
 
 class PeerChannel:
@@ -57,13 +61,16 @@ class PeerChannel:
         self._phase = "none"
         self._depth = 0
         self._in_call = False
-        self._posted: list[tuple[list[Work | None], _Receives, Tensor, Tensor]] = []
+        self._posted: list[tuple[list[Work], _Receives, Tensor, Tensor]] = []
         self._reported: BaseException | None = None
-        ranks = dist.get_process_group_ranks(group)
+        # Every channel of a group is a new rendezvous; ranks create them in the same order, so a count names it.
+        _num_channels[group] = number = _num_channels.get(group, -1) + 1
+        store = dist.distributed_c10d._get_process_group_store(group)
+        store = dist.PrefixStore(f"prime_kernels/{number}", store)  # type: ignore[attr-defined]
         # Row transport that outlives the time-out ends by itself a little later, so that exit does not hang on it.
         limit = timedelta(seconds=timeout_s + 5.0)
-        self._group = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
-        self._board = NoticeBoard(self._group)
+        self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
+        self._board = NoticeBoard(store, self.rank, self.size)
 
     def exchange(self, sent: Tensor, *, phase: str, flags: int = 0, tokens: int = 0) -> tuple[Tensor, int]:
         """Start a call: swap headers with every peer.
@@ -137,14 +144,13 @@ class PeerChannel:
     def all_to_all(self, out: Tensor, rows: Tensor, out_splits: list[int], in_splits: list[int]) -> None:
         """`dist.all_to_all_single` of CPU rows inside a call, with a bounded wait and aborts noticed while waiting."""
         self._require_usable()
-        work = dist.all_to_all_single(out, rows, out_splits, in_splits, group=self._group, async_op=True)
-        self._wait(work)
+        self._wait(self._gloo.alltoall_base(out, rows, out_splits, in_splits, dist.AllToAllOptions()))
 
-    def close(self, *, abort: bool = False) -> None:
-        """Give the gloo group back. Collective unless `abort` or broken."""
-        if self._group is not None and not abort and self.broken is None:
-            dist.destroy_process_group(self._group)
-        self._group = None
+    def close(self) -> None:
+        """Refuse further calls and give the connections back. Not a collective."""
+        if self.broken is not None:
+            _abandoned.append(self._gloo)  # its destructor would wait for transport that peers left
+        self._gloo = None
         self.broken = self.broken or "it is closed"
 
     def _require_usable(self) -> None:
@@ -158,15 +164,14 @@ class PeerChannel:
     def _post(self, headers: Tensor, received: Tensor) -> _Receives:
         """Start sends and receives; returns the receives. Row r of both tensors belongs to peer r."""
         received[self.rank] = headers[self.rank]
-        common = {"group": self._group, "tag": _FIRST_TAG + self._call % _NUM_TAGS}
         sends, receives = [], []
         for peer in range(self.size):
             if peer == self.rank:
                 continue
             arriving = None
             with contextlib.suppress(RuntimeError):  # its connection is closed already: None says so
-                arriving = dist.irecv(received[peer], group_src=peer, **common)
-                sends.append(dist.isend(headers[peer], group_dst=peer, **common))
+                arriving = self._gloo.recv([received[peer]], peer, self._call % _NUM_TAGS)
+                sends.append(self._gloo.send([headers[peer]], peer, self._call % _NUM_TAGS))
             receives.append((peer, arriving))
         self._posted.append((sends, receives, headers, received))
         return receives
@@ -190,8 +195,7 @@ class PeerChannel:
             raise self._timed_out(missing, time.monotonic() - started)
         # Every peer has arrived, so its receives are posted and these end at once. (Receives end once only.)
         for send in self._posted[-1][0]:
-            if send is not None:
-                send.wait(timedelta(seconds=self.timeout_s))
+            send.wait(timedelta(seconds=self.timeout_s))
 
     def _check_header(self, peer: int, header: Header) -> None:
         if header.reason is not None:

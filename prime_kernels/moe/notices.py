@@ -11,26 +11,21 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from prime_kernels.errors import PeerAborted, PeerTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch.distributed import ProcessGroup
-
 _SETTLE_S = 1.0
 
 
 class NoticeBoard:
-    """Reads and writes notices of one group. No call waits for another rank longer than a second."""
+    """Reads and writes notices of one group, in a store of its own. No call waits for a rank longer than a second."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.rank = dist.get_rank(group)
-        self._peers = [peer for peer in range(dist.get_world_size(group)) if peer != self.rank]
-        store = dist.distributed_c10d._get_process_group_store(group)
-        self._store: Any = dist.PrefixStore("prime_kernels", store)  # type: ignore[attr-defined]
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.rank = rank
+        self._peers = [peer for peer in range(size) if peer != rank]
+        self._store = store
 
     def post_stop(self, reason: str) -> None:
         """This rank left its call and does not come back."""
