@@ -271,7 +271,7 @@ class MegaMoERuntime:
         forget(self.id)
         self.implementation.close(self, abort=abort)
         if self.channel is not None:
-            self.channel.close(abort=abort)
+            self.channel.close()
 
     def __enter__(self) -> MegaMoERuntime:
         return self
