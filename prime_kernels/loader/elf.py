@@ -18,7 +18,7 @@ OSABI_V7 = 51  # toolkits before 13.0 for sm_90: ABI version 7
 OSABI_V8 = 65  # sm_100 and above, and everything since toolkit 13.0: ABI version 8; needs a driver that knows it
 
 # Attribute numbers of .nv.info records; each record is {format u8, attribute u8, value u16 | size u16 + bytes}.
-_EIATTR_MAX_THREADS, _EIATTR_FRAME_SIZE, _EIATTR_PARAM_BYTES, _EIATTR_REGCOUNT = 0x05, 0x11, 0x19, 0x2F
+_EIATTR_MAX_THREADS, _EIATTR_FRAME_SIZE, _EIATTR_PARAM, _EIATTR_REGCOUNT = 0x05, 0x11, 0x17, 0x2F
 _FORMAT_SIZED = 4
 _MAX_SECTIONS = 65536
 
@@ -135,14 +135,21 @@ def _per_symbol(records: list[tuple[int, bytes]], attribute: int) -> dict[int, i
     return dict(pairs)
 
 
+def _param_bytes(records: list[tuple[int, bytes]]) -> int:
+    """Bytes from the first parameter to the end of the last; not what lies before the first for its alignment."""
+    rows = [struct.unpack("<IHHI", value) for number, value in records if number == _EIATTR_PARAM and len(value) == 12]
+    first = min((offset for _, _, offset, _ in rows), default=0)
+    return max((offset + (size >> 18) for _, _, offset, size in rows), default=first) - first
+
+
 def _kernel_facts(name: str, index: int, common: list[tuple[int, bytes]], body: memoryview) -> KernelFacts:
-    own = dict(_info_records(body))
-    threads = own.get(_EIATTR_MAX_THREADS, bytes(12))
+    own = _info_records(body)
+    threads = dict(own).get(_EIATTR_MAX_THREADS, bytes(12))
     return KernelFacts(
         name=name,
         regs=_per_symbol(common, _EIATTR_REGCOUNT).get(index, 0),
         stack_bytes=_per_symbol(common, _EIATTR_FRAME_SIZE).get(index, 0),
-        param_bytes=struct.unpack_from("<H", own.get(_EIATTR_PARAM_BYTES, b"\0\0"))[0],
+        param_bytes=_param_bytes(own),
         max_threads=struct.unpack_from("<I", threads.ljust(4, b"\0"))[0],
     )
 

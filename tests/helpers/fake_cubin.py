@@ -58,7 +58,9 @@ def fake_cubin(
     symbols += symbol.pack(1, _STB_GLOBAL | _STT_FUNC, 0, 4, 0, len(code))
     symbols += symbol.pack(2 + len(kernel), _STB_GLOBAL | _STT_OBJECT, 0, 7, 0, len(meta))
     common = _record(0x2F, struct.pack("<II", 1, regs)) + _record(0x11, struct.pack("<II", 1, stack))
-    own = struct.pack("<BBH", 3, 0x19, args_bytes) + _record(0x05, struct.pack("<III", 256, 1, 1))
+    own = _record(0x17, struct.pack("<IHHI", 0, 0, 48, args_bytes << 18 | 0x1F000)) + _record(
+        0x05, struct.pack("<III", 256, 1, 1)
+    )
     note = f"Cuda compilation tools, V{toolkit}".encode() if new else b""
     bodies = [
         ("", 0, b""),
