@@ -116,6 +116,20 @@ def _args(row: Mapping[str, Any], size: int, where: str) -> tuple[ArgField, ...]
     return tuple(fields)
 
 
+def _target(text: object, where: str) -> Target:
+    try:
+        return parse(str(text))
+    except PrimeKernelsError as err:
+        raise bad(where, err.message) from err
+
+
+def _key(text: str, where: str) -> str:
+    try:
+        return check_key(text)
+    except PrimeKernelsError as err:
+        raise bad(where, err.message) from err
+
+
 def _cluster(row: Mapping[str, Any], where: str) -> int:
     value = row.get("cluster", 1)
     if isinstance(value, list) and len(value) == 3 and all(isinstance(part, int) for part in value):
@@ -182,16 +196,12 @@ def _entry(row: object, header: Mapping[str, Any], where: str) -> Entry:
     if not isinstance(row, dict):
         raise bad(where, "an entry is no object")
     merged = {name: header.get(name) for name in ("arch", "toolkit", "min_driver")} | row
-    try:
-        key, arch = check_key(_take(row, "key", str, where)), parse(_take(merged, "arch", str, where))
-    except PrimeKernelsError as err:
-        raise bad(where, err.message) from err
     args_bytes = _number(row, "args_bytes", 0, abi.MAX_ARGS, where, 0)
     return Entry(
-        key=key,
+        key=_key(_take(row, "key", str, where), where),
         kernel=_take(row, "kernel", str, where),
         symbol=_text({"symbol": row.get("symbol", row.get("kernel"))}, "symbol", _SYMBOL, where),
-        arch=arch,
+        arch=_target(merged["arch"], where),
         cubin_sha256=_text(row, "cubin_sha256", _HEX64, where),
         raw_bytes=_number(row, "raw_bytes", 64, _MAX_RAW, where),
         off=_number(row, "off", 0, 1 << 40, where),
@@ -236,7 +246,7 @@ def parse_header(data: bytes, where: str) -> PackHeader:
         raise bad(where, "a key occurs twice")
     header = PackHeader(
         set=_take(found, "set", str, where),
-        arch=parse(_take(found, "arch", str, where)),
+        arch=_target(found.get("arch"), where),
         toolkit=_take(found, "toolkit", str, where),
         min_driver=_number(found, "min_driver", 12000, 99999, where),
         entries=entries,
@@ -286,7 +296,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
                 sha256=_text(row, "sha256", _HEX64, where),
                 bytes=_number(row, "bytes", 1, 1 << 40, where),
                 set=set_name,
-                arch=parse(arch),
+                arch=_target(arch, where),
                 min_driver=_number(row, "min_driver", 12000, 99999, where),
             )
         )
@@ -326,18 +336,12 @@ def parse_sources(data: bytes, where: str) -> Sources:
     for key, row in _take(found, "entries", dict, where).items():
         if not isinstance(row, dict):
             raise bad(where, "an entry is no object")
-        try:
-            check_key(key)
-            archs = tuple(parse(str(arch)) for arch in _take(row, "archs", list, where))
-            supported = tuple(parse(str(arch)) for arch in _take(row, "supported", list, where, []))
-        except PrimeKernelsError as err:
-            raise bad(where, err.message) from err
         entries[key] = SourceEntry(
-            key=key,
+            key=_key(key, where),
             file=_text(row, "file", _FILE, where),
             kernel=_take(row, "kernel", str, where),
-            archs=archs,
-            supported=supported,
+            archs=tuple(_target(arch, where) for arch in _take(row, "archs", list, where)),
+            supported=tuple(_target(arch, where) for arch in _take(row, "supported", list, where, [])),
             args_hash=_text(row, "args_hash", _HEX16, where),
             args=_args(row, 0, where),
             facts=_facts(row, where),
