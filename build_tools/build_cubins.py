@@ -30,6 +30,15 @@ BUILD = ROOT / "build"
 
 
 @dataclass(frozen=True)
+class Selection:
+    """What to build: these variants, those of their targets that are in `archs`, for these pack sets."""
+
+    variants: tuple[Variant, ...]
+    archs: tuple[str, ...]
+    sets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Made:
     """A finished cubin with its pack entry and report row."""
 
@@ -103,33 +112,31 @@ def _write_packs(made: list[Made], tools: Toolchain, out: Path, *, whole: bool) 
     pack.write_manifest(out / "packs")
 
 
-def build(
-    tools: Toolchain, out: Path, archs: tuple[str, ...], sets: tuple[str, ...], jobs: int
-) -> list[dict[str, Any]]:
-    """Builds the packs of these targets and sets below `out`; returns the report's rows, sorted.
+def build(tools: Toolchain, out: Path, wanted: Selection, jobs: int) -> list[dict[str, Any]]:
+    """Builds the selected packs below `out`; returns the report's rows, sorted.
 
     Raises:
         BuildError, entries.EntryError, structs.StructError: see there.
     """
     for name in ("generated", "ptx", "cubin", "packs"):
         (out / name).mkdir(parents=True, exist_ok=True)
-    variants: tuple[Variant, ...] = read_variants()
-    made_entries = [entries.generate(v) for v in variants]
+    made_entries = [entries.generate(v) for v in wanted.variants]
     for entry in made_entries:
         publish(out / "generated" / entry.variant.entry_name, entry.text.encode())
 
     def work(unit: tuple[entries.Entry, str]) -> list[Made]:
         entry, arch = unit
         ptx, finished = make_ptx(entry, arch, tools, out), []
-        for name in sets:
+        for name in wanted.sets:
             job = Job(entry, arch, tools.sets[name])
             finished.append(describe(job, *make_cubin(job, ptx, tools, out), tools.frontend_version))
         return finished
 
-    units = [(e, a) for e in made_entries for a in e.variant.archs if a in archs]
+    units = [(e, a) for e in made_entries for a in e.variant.archs if a in wanted.archs]
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         made = [item for group in pool.map(work, units) for item in group]
-    _write_packs(made, tools, out, whole=set(archs) == set(archs_of(variants)) and set(sets) == set(tools.sets))
+    whole = set(wanted.archs) == set(archs_of(wanted.variants)) and set(wanted.sets) == set(tools.sets)
+    _write_packs(made, tools, out, whole=whole)
     rows = sorted((m.report for m in made), key=lambda r: (r["key"], r["arch"], r["set"]))
     (out / "report.json").write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
     return rows
@@ -143,10 +150,10 @@ def differences(one: Path, other: Path) -> list[str]:
     return sorted(names - equal)
 
 
-def _again(args: argparse.Namespace, tools: Toolchain, archs: tuple[str, ...], sets: tuple[str, ...]) -> int:
+def _again(args: argparse.Namespace, tools: Toolchain, wanted: Selection) -> int:
     second = Path(tempfile.mkdtemp(prefix="prime-kernels-second-build-"))
     try:
-        build(tools, second, archs, sets, args.jobs)
+        build(tools, second, wanted, args.jobs)
         differ = differences(args.out / "packs", second / "packs")
     finally:
         shutil.rmtree(second, ignore_errors=True)
@@ -156,10 +163,10 @@ def _again(args: argparse.Namespace, tools: Toolchain, archs: tuple[str, ...], s
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry; exit 1 on a problem in the report, a failed compile or a difference."""
-    variants_archs = archs_of(read_variants())
+    variants = read_variants()
     parser = argparse.ArgumentParser(prog="python -m build_tools.build_cubins", description=__doc__)
     parser.add_argument("--out", type=Path, default=BUILD)
-    parser.add_argument("--arch", action="append", choices=variants_archs, help="default: all of variants.toml")
+    parser.add_argument("--arch", action="append", choices=archs_of(variants), help="default: all of variants.toml")
     parser.add_argument("--set", action="append", choices=["cu129", "cu130"], dest="sets", help="default: both")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--twice", action="store_true", help="build again from nothing and compare")
@@ -167,12 +174,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         tools = ensure()
         print("\n".join(tools.check()))
-        archs = tuple(args.arch or variants_archs)
-        sets = tuple(args.sets or sorted(tools.sets))
-        rows = build(tools, args.out, archs, sets, args.jobs)
+        wanted = Selection(variants, tuple(args.arch or archs_of(variants)), tuple(args.sets or sorted(tools.sets)))
+        rows = build(tools, args.out, wanted, args.jobs)
         print(resource_report.render(rows))
         status = 1 if any(r["problems"] for r in rows) else 0
-        return status or (_again(args, tools, archs, sets) if args.twice else 0)
+        return status or (_again(args, tools, wanted) if args.twice else 0)
     except (BuildError, ToolchainError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
