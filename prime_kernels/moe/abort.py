@@ -59,11 +59,11 @@ class PeerChannel:
         self._num_local_experts = num_local_experts
         self._call = 0
         self._phase = "none"
-        self._depth = 0
+        self._depth, self._finished = 0, False
         self._in_call = False
         self._posted: list[tuple[list[Work], _Receives, Tensor, Tensor]] = []
         self._reported: BaseException | None = None
-        # Every channel of a group is a new rendezvous; ranks create them in the same order, so a count names it.
+        # Ranks create the channels of a group in the same order, so a count names each rendezvous.
         _num_channels[group] = number = _num_channels.get(group, -1) + 1
         store = dist.distributed_c10d._get_process_group_store(group)
         store = dist.PrefixStore(f"prime_kernels/{number}", store)  # type: ignore[attr-defined]
@@ -109,12 +109,20 @@ class PeerChannel:
 
     @contextlib.contextmanager
     def guard(self, phase: str) -> Iterator[None]:
-        """Run one call (validation included); tell the peers if it raises here. Nests: an error is posted once."""
+        """Run one call (validation included); tell the peers if it raises here.
+
+        Nests: an error is posted once, and not at all after an inner guard ended well. What follows a call, such as
+        the exception that ends a checkpoint's recomputation, is no concern of the peers.
+        """
         self._depth += 1
+        if self._depth == 1:
+            self._finished = False
         try:
             yield
+            self._finished = self._depth > 1
         except BaseException as error:
-            self.abort(error, phase)
+            if not self._finished:
+                self.abort(error, phase)
             raise
         finally:
             self._depth -= 1
@@ -124,8 +132,8 @@ class PeerChannel:
     def abort(self, error: BaseException, phase: str) -> None:
         """Tell every peer that this rank will not finish the call. Does not wait for them.
 
-        Before this rank's header went out the group stays usable: peers get the reason instead of the header. After
-        it the channel is broken on every rank. An error that came from a peer is not passed on.
+        Before this rank's header went out, peers get the reason instead and the group stays usable. After it the
+        channel is broken on every rank. An error that came from a peer is not passed on.
         """
         if self.broken is not None or error is self._reported or isinstance(error, PeerAborted | PeerTimeout):
             return
@@ -138,7 +146,7 @@ class PeerChannel:
         self._call += 1
         counts = torch.zeros(self.size, self._num_local_experts, dtype=torch.int64)
         headers = pack_headers(Header(self._call, phase, reason=reason, fatal=fatal), counts)
-        # gloo sends from these buffers when the peers arrive; they stay referenced until a later exchange succeeds.
+        # gloo sends from these buffers when the peers arrive; `_posted` keeps them until a later exchange succeeds.
         self._post(headers, headers.clone())
 
     def all_to_all(self, out: Tensor, rows: Tensor, out_splits: list[int], in_splits: list[int]) -> None:
@@ -180,12 +188,12 @@ class PeerChannel:
         missing: list[int] = []
         closed: list[int] = []
         for peer, work in receives:
-            left = self.timeout_s - (time.monotonic() - started)
+            left = max(self.timeout_s - (time.monotonic() - started), 0.001)
             try:
                 if work is None:
                     closed.append(peer)
                 else:
-                    work.wait(timedelta(seconds=max(left, 0.001)))
+                    work.wait(timedelta(seconds=left))
             except RuntimeError:
                 late = time.monotonic() - started >= self.timeout_s
                 (missing if late else closed).append(peer)
@@ -193,13 +201,13 @@ class PeerChannel:
             raise self._stopped(closed[0])
         if missing:
             raise self._timed_out(missing, time.monotonic() - started)
-        # Every peer has arrived, so its receives are posted and these end at once. (Receives end once only.)
+        # Every peer has arrived, so its receives are posted and these end at once.
         for send in self._posted[-1][0]:
             send.wait(timedelta(seconds=self.timeout_s))
 
     def _check_header(self, peer: int, header: Header) -> None:
         if header.reason is not None:
-            error = self._aborted(peer, header.phase, header.reason)
+            error = peer_aborted(self.rank, peer, header.phase, self._call, header.reason)
             self.broken = error.message if header.fatal else None
             raise error
         if (header.call, header.phase) != (self._call, self._phase):
@@ -227,7 +235,7 @@ class PeerChannel:
         try:
             work.wait()
         except RuntimeError as error:
-            # The transport does not say whose connection closed; a rank that failed in Python does, shortly.
+            # The transport does not say whose connection closed; a rank that failed in Python will.
             raise self._stopped(min(self._board.settled_stops(), default=None)) from error
 
     def _stopped(self, peer: int | None) -> PeerAborted:
@@ -235,12 +243,9 @@ class PeerChannel:
         reason = None if peer is None else self._board.settled_stops([peer]).get(peer)
         if reason is None:
             reason = "its process ended or its connection closed, without a reason"
-        error = self._aborted(peer, self._phase, reason)
+        error = peer_aborted(self.rank, peer, self._phase, self._call, reason)
         self.broken = error.message
         return error
-
-    def _aborted(self, peer: int | None, phase: str, reason: str) -> PeerAborted:
-        return peer_aborted(self.rank, peer, phase, self._call, reason)
 
     def _timed_out(self, missing: list[int], waited: float) -> PeerTimeout:
         error = peer_timeout(self.rank, missing, self._phase, self._call, waited)
