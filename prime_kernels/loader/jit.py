@@ -164,7 +164,7 @@ def unbuildable(entry: SourceEntry, compiler: Nvrtc, target: Target, driver: int
 def switched_off(key: str, target: Target, mode: str, shipped: Iterable[str]) -> CompileError:
     """The error for a kernel that would have to be compiled although that is switched off (E31)."""
     family = key.split("|", 1)[0]
-    near = sorted(name for name in shipped if name.split("|", 1)[0] == family)[:5]
+    near = sorted({name for name in shipped if name.split("|", 1)[0] == family})[:5]
     why = "after warm-up" if mode == "error-after-warmup" else "PRIME_KERNELS_JIT=never"
     return CompileError(
         f"{key} for {target} is in no pack and no cache, and compiling is off ({why}). "
