@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 def process_group(group: object) -> ProcessGroup | None:
     """The ProcessGroup behind `group`; None when it has one rank."""
+    candidate = group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise UnsupportedConfig(
@@ -27,16 +28,16 @@ def process_group(group: object) -> ProcessGroup | None:
                 facts={"argument": "group"},
                 remedy='Pass the expert-parallel dimension, e.g. mesh["ep"].',
             )
-        group = group.get_group()
-    if group is None:
+        candidate = group.get_group()
+    if candidate is None:
         return None
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+    if not isinstance(candidate, dist.ProcessGroup) or dist.get_rank(candidate) < 0:
         raise UnsupportedConfig(
             f"group is {group!r}; need a ProcessGroup that this rank belongs to, a 1-D DeviceMesh, or None.",
             facts={"argument": "group"},
             remedy="Create the expert-parallel groups on every rank and pass the one this rank is in.",
         )
-    return group if dist.get_world_size(group) > 1 else None
+    return candidate if dist.get_world_size(candidate) > 1 else None
 
 
 def device_of(config: MegaMoEConfig, device: torch.device | str | None) -> torch.device:
