@@ -41,7 +41,7 @@ _abandoned: list[Any] = []
 
 
 class PeerChannel:
-    """Header exchange, abort posting and bounded waits for one runtime. Not thread-safe, like the runtime's calls.
+    """Headers, aborts and bounded waits of one runtime. Not thread-safe, like the runtime's calls.
 
     Args:
         group: The runtime's process group, any backend.
