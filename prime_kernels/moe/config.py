@@ -61,7 +61,7 @@ class MegaMoEConfig:
         activation: `SwiGLU(...)`.
         capacity_factor: Size of the local row pool in units of T*K. Routing beyond it costs time, never tokens.
         save: What forward keeps for backward: "preact", "inputs" (recompute the gate/up GEMM) or "full" (rows too).
-        wgrad_dtype: dtype of weight gradients. None follows the weights.
+        wgrad_dtype: dtype of weight gradients, kept by leaves and DTensor leaves. None follows the weights.
         num_sms: SMs the kernels may use. None: all but `reserve_sms`.
         reserve_sms: SMs left to others. None: 0 with one rank, 8 with more.
         deterministic: Same inputs, same bits. False permits, never promises, something faster.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The eager path: one autograd.Function around the ops, which also takes DTensor leaves and main_grad.
 
-A DTensor leaf gets a DTensor gradient in `wgrad_dtype`; going through `to_local()` outside would round it to the
-parameter's dtype. In-place accumulation into `param.main_grad` has to happen in backward: a mutating op cannot have
-an autograd formula.
+A leaf gets its gradient in `wgrad_dtype`, as a DTensor if it is one; going through `to_local()` outside would round it
+to the parameter's dtype. In-place accumulation into `param.main_grad` has to happen in backward: a mutating op cannot
+have an autograd formula.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from prime_kernels.errors import StaleWeightsError
+from prime_kernels.errors import StaleWeightsError, UnsupportedConfig
 from prime_kernels.moe import ops
 
 if TYPE_CHECKING:
@@ -129,6 +129,27 @@ def local_weight(weight: Tensor | None) -> Tensor | None:
     if weight is not None and weight.dim() == 4:
         weight = weight.view(weight.shape[0], -1, weight.shape[3])
     return weight
+
+
+def accept_grad_dtype(weights: tuple[Tensor | None, ...], dtype: torch.dtype) -> None:
+    """Let leaves keep gradients of this dtype: autograd rounds them to the leaf's own dtype otherwise.
+
+    Raises:
+        UnsupportedConfig: this torch has no such switch, or the leaf already holds a gradient of another dtype.
+    """
+    for weight in weights:
+        if weight is None or not (weight.requires_grad and weight.is_leaf) or weight.dtype == dtype:
+            continue
+        if getattr(weight, "grad_dtype", weight.dtype) in (None, dtype):
+            continue
+        held = None if weight.grad is None else weight.grad.dtype
+        if held not in (None, dtype) or not hasattr(weight, "grad_dtype"):
+            raise UnsupportedConfig(
+                f"wgrad_dtype is {dtype}; a leaf of {weight.dtype} that holds a gradient of {held} cannot keep it.",
+                facts={"argument": "wgrad_dtype", "got": str(dtype), "held": str(held)},
+                remedy='Set grad to None first; with a torch that has no Tensor.grad_dtype use wgrad="main_grad".',
+            )
+        weight.grad_dtype = dtype
 
 
 def main_grad_of(parameter: Tensor) -> Tensor:

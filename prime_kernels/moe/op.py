@@ -11,7 +11,7 @@ from torch import Tensor
 from prime_kernels.moe import auto, ops
 from prime_kernels.moe.arguments import Options, check_options, check_traced_options, split_gate_up
 from prime_kernels.moe.checks import check_call
-from prime_kernels.moe.function import Call, MegaMoEFunction, local_weight, run_forward
+from prime_kernels.moe.function import Call, MegaMoEFunction, accept_grad_dtype, local_weight, run_forward
 from prime_kernels.moe.handles import NO_RUNTIME
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def mega_moe(
     Numerics: fp32 accumulation, SwiGLU in fp32 from the rounded gate and up values, slots added in fp32 in slot order.
     Bitwise repeatable. Expert gradients are the plain sum over the tokens of all ranks, without 1/ep_size.
     Autograd: x, topk_weights and both weights; only what is needed is computed; an empty expert's gradient is zeros.
+        With the config's wgrad_dtype, leaf weights keep gradients of that dtype (their `grad_dtype` is set to it).
         Under no_grad nothing is saved. Differentiating twice raises.
     Source: moe/function.py and moe/ops.py; the reference is moe/reference.py.
     """
@@ -126,6 +127,8 @@ def _eager(
     if not _differentiable(x, topk_weights, gate_up, up, w_down):
         result = run_forward(x, topk_ids, topk_weights, gate_up, up, w_down, call._replace(save="inputs"))
         return result[0], result[2], result[3]
+    if runtime.config.wgrad_dtype is not None and not call.main_grad:
+        accept_grad_dtype((gate_up, up, w_down), runtime.config.wgrad_dtype)
     outputs: tuple[Tensor, ...] = MegaMoEFunction.apply(x, topk_ids, topk_weights, gate_up, up, w_down, call)  # type: ignore[no-untyped-call]
     return outputs
 

@@ -26,6 +26,11 @@ def shifted(tensor, elements=1):
     return out
 
 
+def strided(tensor):
+    """The same values, last axis not contiguous."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def with_id(value):
     ids = IDS.clone()
     ids[3, 1] = value
@@ -92,7 +97,7 @@ BAD = {
     ),
     "a transposed down": ({"w_down": DOWN.transpose(1, 2).contiguous()}, ShapeError, ["w_down is [8, 128, 64]"]),
     "a down in fp16": ({"w_down": DOWN.half()}, TypeError, ["w_down is torch.float16"]),
-    "a strided down": ({"w_down": DOWN.transpose(1, 2).contiguous().transpose(1, 2)}, UnsupportedConfig, ["w_down is"]),
+    "a strided down": ({"w_down": strided(DOWN)}, UnsupportedConfig, ["w_down is"]),
     "another precision": ({"precision": "fp8"}, UnsupportedConfig, ["precision is 'fp8'", "'bf16'"]),
     "an unknown save mode": ({"save": "all"}, UnsupportedConfig, ["save is 'all'", "'preact'"]),
     "an unknown wgrad": ({"wgrad": "fused"}, UnsupportedConfig, ["wgrad is 'fused'", "'main_grad'"]),
