@@ -100,3 +100,10 @@ def test_every_module_says_what_it_is_for() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text()
             assert not text.strip() or ast.get_docstring(ast.parse(text)), path
+
+
+def test_the_check_that_ci_runs_is_the_readmes_test_command() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111
+    assert script.read_text().splitlines()[-1] == "exec make test"
+    assert "make test" in code_blocks("")[0]
