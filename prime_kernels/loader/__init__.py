@@ -10,11 +10,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from prime_kernels.loader.args import tensor_map as tensor_map
     from prime_kernels.loader.kernels import load_kernel as load_kernel
     from prime_kernels.loader.launch import Kernel as Kernel
 
-_HOME = {"load_kernel": "kernels", "Kernel": "launch"}
-__all__ = ["Kernel", "load_kernel"]
+_HOME = {"load_kernel": "kernels", "Kernel": "launch", "tensor_map": "args"}
+__all__ = ["Kernel", "load_kernel", "tensor_map"]
 
 
 def __getattr__(name: str) -> Any:

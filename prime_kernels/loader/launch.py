@@ -31,12 +31,14 @@ class _Buffers(threading.local):
 
     def __init__(self, kernel: Kernel) -> None:
         spec, count = kernel.spec, len(kernel.packer.map_offsets)
-        self.args = ctypes.create_string_buffer(spec.meta.args_bytes)
-        self.maps = ctypes.create_string_buffer(max(count, 1) * RECORD.size)
+        args = ctypes.create_string_buffer(spec.meta.args_bytes)
+        maps = ctypes.create_string_buffer(max(count, 1) * RECORD.size)
+        # Views: assigning to a slice of a ctypes array takes 3 us, to one of a memoryview 0.1 us. They keep the arrays.
+        self.args, self.maps = memoryview(args).cast("B"), memoryview(maps).cast("B")
         self.request = PkLaunch(
             kernel=kernel.handle,
-            args=ctypes.addressof(self.args),
-            maps=ctypes.addressof(self.maps),
+            args=ctypes.addressof(args),
+            maps=ctypes.addressof(maps),
             args_bytes=spec.meta.args_bytes,
             num_maps=count,
             block=(spec.meta.threads, 1, 1),

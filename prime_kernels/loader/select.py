@@ -83,7 +83,7 @@ def keys_for(kernel: str, facts: Mapping[str, Mapping[str, Any]], problem: Probl
     """Which keys of a kernel family serve a problem.
 
     Args:
-        kernel: A family ("mega_moe", "mega_moe.fwd"), a whole key, or "" for every key.
+        kernel: A family (fact "family", e.g. "mega_moe"), the first word of keys, a whole key, or "" for all.
         facts: Facts by key, in order of preference.
         problem: None accepts every key of the family.
 
@@ -92,8 +92,7 @@ def keys_for(kernel: str, facts: Mapping[str, Mapping[str, Any]], problem: Probl
     """
     found: list[Decision] = []
     for key, predicate in facts.items():
-        family = key.split("|", 1)[0]
-        if kernel not in ("", key, family) and not family.startswith(kernel + "."):
+        if kernel not in ("", key, key.split("|", 1)[0], predicate.get("family")):
             continue
         reason = serves_reason(predicate, problem) if problem is not None else None
         found.append(Accepted("variants", key) if reason is None else Rejected("variants", key, reason))

@@ -286,7 +286,8 @@ def test_spills_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert COMPILER is not None
     spilling = made.BODY.replace(
         "x[threadIdx.x] *= kScale;",
-        "{ volatile float a[64]; for (int i = 0; i < 64; ++i) a[i] = x[i * n]; x[n] = a[(unsigned)x[n] % 64]; }",
+        "{ float a[64]; for (unsigned i = 0; i < n; ++i) a[i % 64] = x[i]; "
+        "for (unsigned i = 0; i < n; ++i) x[i] = a[i * 7 % 64]; }",
     )
     made.write_sources(tmp_path)
     (tmp_path / "moe" / "body.cuh").write_text(spilling)

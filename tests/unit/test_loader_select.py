@@ -110,13 +110,19 @@ def test_a_variant_that_does_not_serve_a_layer_says_which_size(facts: dict[str, 
     assert select.serves_reason(facts, LAYER) == reason
 
 
-def test_a_family_holds_its_keys_and_those_of_its_directions() -> None:
-    facts = {"moe.fwd|a": {}, "moe.bwd|a": {"precision": "fp8"}, "moethree|a": {}, "other|a": {}}
+def test_kernels_are_asked_for_by_family_by_first_word_by_key_or_all() -> None:
+    moe = {"family": "moe"}
+    facts = {"up|a": moe, "up|b": moe | {"precision": "fp8"}, "down|a": moe, "other|a": {}}
     found = select.keys_for("moe", facts, LAYER)
-    assert [(type(d).__name__, d.key) for d in found] == [("Accepted", "moe.fwd|a"), ("Rejected", "moe.bwd|a")]
-    assert [d.key for d in select.keys_for("moe.fwd", facts, None)] == ["moe.fwd|a"]
-    assert [d.key for d in select.keys_for("moe.bwd|a", facts, None)] == ["moe.bwd|a"]
+    assert [(type(d).__name__, d.key) for d in found] == [
+        ("Accepted", "up|a"),
+        ("Rejected", "up|b"),
+        ("Accepted", "down|a"),
+    ]
+    assert [d.key for d in select.keys_for("up", facts, None)] == ["up|a", "up|b"]
+    assert [d.key for d in select.keys_for("down|a", facts, None)] == ["down|a"]
     assert len(select.keys_for("", facts, None)) == 4
+    assert select.keys_for("mo", facts, None) == []
 
 
 def test_the_sets_a_driver_can_load_are_listed_newest_first(headers: list[PackHeader]) -> None:
