@@ -142,11 +142,11 @@ class PeerChannel:
         fatal = self._in_call
         if fatal:
             self.broken = f"this rank stopped in the middle of {phase} call {self._call}: {reason}"
-            self._board.post_stop(reason)  # for peers that wait for rows of this call
+            self._board.post_stop(reason)  # for peers waiting for rows
         self._call += 1
         counts = torch.zeros(self.size, self._num_local_experts, dtype=torch.int64)
         headers = pack_headers(Header(self._call, phase, reason=reason, fatal=fatal), counts)
-        # gloo sends from these buffers when the peers arrive; `_posted` keeps them until a later exchange succeeds.
+        # gloo sends from these buffers when peers arrive; `_posted` keeps them until an exchange succeeds.
         self._post(headers, headers.clone())
 
     def all_to_all(self, out: Tensor, rows: Tensor, out_splits: list[int], in_splits: list[int]) -> None:
