@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from build_tools import inspect_wheel, pack
+from build_tools import inspect_wheel, pack, slim
 from tests.helpers.fake_cubin import fake_cubin
 from tests.helpers.wheels import as_manylinux, copy_tree, fake_packs, rewrite, run_backend
 from tests.stub_cuda import build_stub
@@ -151,3 +151,31 @@ def test_a_jit_only_wheel_passes_when_it_was_asked_for(sound: Path, tmp_path: Pa
     files = members(sound)
     wheel = rewrite(sound, tmp_path / sound.name, {n: None for n in files if "/_packs/" in n})
     assert inspect_wheel.inspect(wheel, jit_only=True) == []
+
+
+def test_a_slim_wheel_holds_one_pack_under_a_local_version(sound: Path, tmp_path: Path) -> None:
+    path = slim.slim(sound, "cu130", "sm_90a", tmp_path)
+    assert path.parent == tmp_path / "cu130" / "sm_90a" / "prime-kernels"
+    assert "+cu130.sm90a-py3-none-" in path.name
+    files = members(path)
+    assert [n for n in files if n.endswith(".pkpack")] == [PACK]
+    assert [row["path"] for row in json.loads(files[MANIFEST])["packs"]] == ["cu130/sm_90a.pkpack"]
+    version = pack.package_version()
+    assert f"\nVersion: {version}+cu130.sm90a\n" in files[dist_info(files, "METADATA")].decode()
+    assert all(f"-{version}+cu130.sm90a.dist-info/" in n for n in files if ".dist-info/" in n)
+    assert inspect_wheel.inspect(path, complete=False) == []
+    assert any("is absent" in p for p in inspect_wheel.inspect(path))
+
+
+def test_a_slim_wheel_is_listed_with_its_digest_and_is_reproducible(sound: Path, tmp_path: Path) -> None:
+    one, two = (slim.slim(sound, "cu129", "sm_90a", tmp_path / name) for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    digest = hashlib.sha256(one.read_bytes()).hexdigest()
+    assert f'{one.name.replace("+", "%2B")}#sha256={digest}">{one.name}<' in (one.parent / "index.html").read_text()
+
+
+def test_a_slim_wheel_needs_its_pack_and_a_full_wheel(sound: Path, tmp_path: Path) -> None:
+    with pytest.raises(slim.SlimError, match="0 packs for cu130/sm_80a"):
+        slim.slim(sound, "cu130", "sm_80a", tmp_path)
+    with pytest.raises(slim.SlimError, match="local version already"):
+        slim.slim(slim.slim(sound, "cu130", "sm_90a", tmp_path), "cu130", "sm_90a", tmp_path)
