@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from prime_kernels.errors import ShapeError, UnsupportedConfig
 from prime_kernels.moe.config import Save
+from prime_kernels.moe.handles import NO_RUNTIME, TRACED_MAIN_GRAD, TRACED_OPTIONS
 from prime_kernels.moe.limits import require_choice
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from prime_kernels.moe.runtime import MegaMoERuntime
     from prime_kernels.moe.weights import PreparedExpertWeights
+
+SAVE_MODES = get_args(Save)
 
 
 class Options(NamedTuple):
@@ -41,8 +44,17 @@ def split_gate_up(w_gate_up: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Te
     return w_gate_up, None
 
 
-def check_traced_options(runtime: MegaMoERuntime, options: Options) -> None:
-    """What torch.compile can evaluate while it traces."""
+def traced_id(runtime: MegaMoERuntime | None, options: Options) -> int:
+    """The number that torch.compile puts into its graph: the runtime's, or the reason why there must not be one."""
+    if runtime is None:
+        return NO_RUNTIME
+    if options.wgrad == "main_grad":
+        return TRACED_MAIN_GRAD
+    fits = options.precision == runtime.config.precision and options.wgrad == "autograd"
+    return runtime.id if fits and options.save in (None, *SAVE_MODES) else TRACED_OPTIONS
+
+
+def _check_choices(runtime: MegaMoERuntime, options: Options) -> None:
     if options.precision != runtime.config.precision:
         raise UnsupportedConfig(
             f"precision is {options.precision!r}; the runtime was created with {runtime.config.precision!r}.",
@@ -51,13 +63,7 @@ def check_traced_options(runtime: MegaMoERuntime, options: Options) -> None:
         )
     require_choice("wgrad", options.wgrad, ("autograd", "main_grad"))
     if options.save is not None:
-        require_choice("save", options.save, get_args(Save))
-    if options.wgrad == "main_grad" and torch.compiler.is_compiling():
-        raise UnsupportedConfig(
-            'wgrad="main_grad" got traced by torch.compile, which cannot see the in-place accumulation.',
-            facts={"argument": "wgrad"},
-            remedy='Use wgrad="autograd" under torch.compile, or exclude this layer with torch.compiler.disable.',
-        )
+        require_choice("save", options.save, SAVE_MODES)
 
 
 def check_options(
@@ -65,7 +71,7 @@ def check_options(
 ) -> None:
     """Options against the runtime; no device access unless the config says `debug`."""
     runtime.require_open()
-    check_traced_options(runtime, options)
+    _check_choices(runtime, options)
     if isinstance(x, DTensor):
         raise ShapeError(
             f"x is a DTensor {x.placements}; need this rank's tokens as a plain tensor.",

@@ -12,8 +12,29 @@ from prime_kernels.errors import RuntimeClosedError, StaleWeightsError, Unsuppor
 if TYPE_CHECKING:
     from prime_kernels.moe.runtime import MegaMoERuntime
 
-NO_RUNTIME = 0
-_ids = itertools.count(NO_RUNTIME + 1)
+# Numbers that are no runtime: what torch.compile traces when it may not go on. A Python exception in traced code would
+# break the graph and run the call eagerly; the fake of an op that gets one of these ends the compilation. Dynamo shows
+# the message only, hence no separate remedy.
+NO_RUNTIME, TRACED_MAIN_GRAD, TRACED_OPTIONS = 0, -1, -2
+_REFUSALS = {
+    NO_RUNTIME: (
+        "runtime",
+        "mega_moe got runtime=None inside torch.compile, a checkpointed region or a CUDA graph capture, where creating "
+        "one would differ between ranks or replays. Call MegaMoERuntime.create(config, group=...) once before the "
+        "first step and pass it as runtime=.",
+    ),
+    TRACED_MAIN_GRAD: (
+        "wgrad",
+        'wgrad="main_grad" was traced by torch.compile, which cannot see the accumulation in place. Use '
+        'wgrad="autograd" under torch.compile, or exclude this layer with torch.compiler.disable.',
+    ),
+    TRACED_OPTIONS: (
+        "precision",
+        "mega_moe was traced with a precision, save or wgrad that does not fit the runtime. Pass the runtime's "
+        "precision in every call; the same call in eager mode names the argument and its values.",
+    ),
+}
+_ids = itertools.count(1)
 _open: weakref.WeakValueDictionary[int, MegaMoERuntime] = weakref.WeakValueDictionary()
 
 
@@ -22,13 +43,9 @@ def lookup(runtime_id: int) -> MegaMoERuntime:
     runtime = _open.get(runtime_id)
     if runtime is not None:
         return runtime
-    if runtime_id == NO_RUNTIME:
-        raise UnsupportedConfig(
-            "mega_moe got runtime=None inside torch.compile, a checkpointed region or a CUDA graph capture; "
-            "creating a runtime there would differ between ranks or replays.",
-            facts={"argument": "runtime"},
-            remedy="Call MegaMoERuntime.create(config, group=...) once before the first step and pass it as runtime=.",
-        )
+    if runtime_id in _REFUSALS:
+        argument, message = _REFUSALS[runtime_id]
+        raise UnsupportedConfig(message, facts={"argument": argument})
     raise RuntimeClosedError(
         f"the MegaMoERuntime with id {runtime_id} is closed or no longer referenced.",
         facts={"id": runtime_id},

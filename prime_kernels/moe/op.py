@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from prime_kernels.moe import auto, ops
-from prime_kernels.moe.arguments import Options, check_options, check_traced_options, split_gate_up
+from prime_kernels.moe.arguments import Options, check_options, split_gate_up, traced_id
 from prime_kernels.moe.checks import check_call
 from prime_kernels.moe.function import Call, MegaMoEFunction, accept_grad_dtype, local_weight, run_forward
-from prime_kernels.moe.handles import NO_RUNTIME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,16 +144,13 @@ def _traced(
     """Inside torch.compile: the op with its registered autograd. Tensors are checked when the compiled call runs."""
     gate_up, up = split_gate_up(w_gate_up)
     save = options.save or (runtime.config.save if runtime is not None else "inputs")
-    if runtime is not None:
-        check_traced_options(runtime, options)
     if topk_weights.dtype in (torch.bfloat16, torch.float16):
         topk_weights = topk_weights.float()
     if not _differentiable(x, topk_weights, gate_up, up, w_down):
         save = "inputs"
     tensors = (x, topk_ids, topk_weights, local_weight(gate_up), local_weight(up), local_weight(w_down))
     prepared = [] if options.prepared is None else list(options.prepared.tensors)
-    # Without a runtime the op's fake raises: a Python exception here would only break the graph and fall back to eager.
-    runtime_id = NO_RUNTIME if runtime is None else runtime.id
+    runtime_id = traced_id(runtime, options)
     if save == "inputs":
         y, _, sent, received = ops.mega_moe_fwd(*tensors, prepared, runtime_id)
     else:

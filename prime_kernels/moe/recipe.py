@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Tensors of a prepared set, in this order; mxfp8 adds the same weights coded along their other axis, for dgrad.
 PREPARED_NAMES = ("w_gate_up", "w_gate_up_sf", "w_down", "w_down_sf")
+_E8M0 = torch.float8_e8m0fnu
 
 
 class Operands:
@@ -71,21 +72,26 @@ class Operands:
         block = _dgrad_block(self._precision) if dgrad else q.weight_block(self._precision)
         if quantized and self._prepared is not None:
             first = 2 * which + (4 if dgrad and self._precision == "mxfp8" else 0)
-            codes, sf = self._prepared[first : first + 2]
-            return q.dequantize(q.Quantized(codes[expert], sf[expert]), block)
+            codes, sf = (tensor[expert] for tensor in self._prepared[first : first + 2])
+            codes = codes.view(torch.float8_e4m3fn)
+            return q.dequantize(q.Quantized(codes, sf if sf.is_floating_point() else sf.view(_E8M0)), block)
         weight = self._w_down[expert] if which else _packed(self._w_gate_up, expert)
         return q.fake_quantize(weight, block) if quantized else weight.to(self.acc_dtype)
 
 
 def prepare_tensors(precision: str, w_gate_up: Weights, w_down: Tensor) -> tuple[Tensor, ...]:
-    """Codes and scales of all local experts, in the order of `PREPARED_NAMES`; fp32 scales, or e8m0 for mxfp8."""
+    """Codes and scales of all local experts, in the order of `PREPARED_NAMES`.
+
+    Codes are bytes of e4m3fn, scales fp32, or bytes of e8m0 for mxfp8: as uint8, because torch can neither compare,
+    copy nor multiply the 8-bit float dtypes everywhere.
+    """
     packed = torch.cat(w_gate_up, dim=1) if isinstance(w_gate_up, tuple) else w_gate_up
-    sf_dtype = torch.float8_e8m0fnu if precision == "mxfp8" else torch.float32
+    sf_dtype = _E8M0 if precision == "mxfp8" else torch.float32
     blocks = [q.weight_block(precision)]
     if precision == "mxfp8":
         blocks.append(_dgrad_block(precision))
     return tuple(
-        tensor
+        tensor if tensor.dtype == torch.float32 else tensor.view(torch.uint8)
         for block in blocks
         for weight in (packed, w_down)
         for tensor in q.quantize(weight, block, sf_dtype=sf_dtype)
