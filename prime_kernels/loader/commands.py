@@ -37,7 +37,7 @@ def problem_of(args: argparse.Namespace) -> Problem | None:
     """The layer that the arguments describe; None if they describe none.
 
     Raises:
-        UnsupportedConfig: Only part of it is given (E41).
+        UnsupportedConfig: Only part of it is given, or no kernel takes such a layer anywhere (E41).
     """
     given: dict[str, Any] = {name: getattr(args, name, None) for name in _FIELDS}
     missing = [name for name, value in given.items() if value is None]
@@ -49,7 +49,20 @@ def problem_of(args: argparse.Namespace) -> Problem | None:
             facts={"missing": missing},
             remedy="Give all four, or none.",
         )
+    _check_layer(given, args.ep_size, args.precision)
     return Problem(**given, ep_size=args.ep_size, precision=args.precision)
+
+
+def _check_layer(sizes: dict[str, Any], ep_size: int, precision: str) -> None:
+    """Refuse a layer that the op would refuse on every machine, with the op's own sentence (E41)."""
+    from prime_kernels.moe.config import MegaMoEConfig, common_reason
+
+    described: dict[str, Any] = {**sizes, "precision": precision}
+    config = MegaMoEConfig(**described, max_tokens_per_rank=4096)
+    reason = common_reason(config, ep_size=ep_size, backend="cuda")
+    if reason is not None:
+        facts = described | {"ep_size": ep_size}
+        raise UnsupportedConfig(reason, facts=facts, remedy="Ask for a layer that the op supports.")
 
 
 def parse_driver(text: str | None) -> int:

@@ -97,6 +97,8 @@ def ancestors_problem(path: str, uid: int) -> str | None:
             problem = _rights_problem(os.stat(parent), uid, shared=False, final=False)
         except FileNotFoundError:
             problem = None
+        except OSError as err:
+            return f"{parent}: {err.strerror}"
         if problem:
             return f"{parent} is {problem}"
         if parent == os.path.dirname(parent):

@@ -69,7 +69,14 @@ class Installation:
 @lru_cache(maxsize=1)
 def installation() -> Installation:
     """The installation of this process, opened at the first call."""
-    return Installation.open(settings())
+    config = settings()
+    # Only if it was asked for: an application's own logging is its own business.
+    if any(name == "PRIME_KERNELS_LOG" for name, _ in config.variables):
+        logger = logging.getLogger("prime_kernels")
+        logger.setLevel(config.log.upper())
+        if not logger.hasHandlers():
+            logger.addHandler(logging.StreamHandler())
+    return Installation.open(config)
 
 
 _warm = False

@@ -87,7 +87,8 @@ class Store:
         Returns:
             Its descriptor; None if every candidate was refused, or if it is missing and not made.
         """
-        if self._root is not None or self._tried >= 1 + create:
+        # A directory that was only missing may have been made by another process since; a refusal stands.
+        if self._root is not None or (self.place is None and self._tried >= 1 + create):
             return self._root
         self._tried, self.refused, self.place = 1 + create, [], None
         for source, path in places.candidates(self.settings, self.uid):

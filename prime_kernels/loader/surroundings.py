@@ -18,14 +18,14 @@ _CUDA_LIBRARY = re.compile(r"/(lib(?:cudart|nvrtc|cublas|nvJitLink))\.so\.(\d+)"
 
 
 def owners(found: Iterable[Distribution], module: str = "prime_kernels") -> list[tuple[str, str, str]]:
-    """(name, version, folder) of every distribution whose files include the module."""
+    """(name, version, folder) of every distribution whose files include the module, in search order."""
     result = {}
     for dist in found:
         record = dist.read_text("RECORD") or ""
         if f"\n{module}/__init__.py," in "\n" + record:
             where = str(dist.locate_file(""))
             result[where, dist.metadata["Name"]] = (dist.metadata["Name"], dist.version, where)
-    return sorted(result.values())
+    return list(result.values())
 
 
 def conflict(found: list[tuple[str, str, str]]) -> ArtifactError | None:

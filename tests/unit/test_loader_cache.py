@@ -62,6 +62,13 @@ def test_a_directory_is_made_when_something_is_written_and_not_before(tmp_path: 
     assert [path for path, _ in made.entries()] == [key().path]
 
 
+def test_a_directory_that_another_process_made_meanwhile_is_found(tmp_path: Path) -> None:
+    early = store(tmp_path)
+    assert early.read(key()) is None
+    filled(tmp_path)
+    assert early.read(key()) is not None
+
+
 def test_directories_and_files_are_closed_to_others_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
