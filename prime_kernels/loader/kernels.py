@@ -6,15 +6,13 @@ from __future__ import annotations
 import logging
 import threading
 
-from prime_kernels.errors import BackendUnavailable, ConfigMismatch, LaunchError
+from prime_kernels.errors import BackendUnavailable, LaunchError
 from prime_kernels.loader import abi, arch, elf, hostlib, resolve, select
 from prime_kernels.loader import device as devices
 from prime_kernels.loader.launch import Kernel
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from prime_kernels.loader.hostlib import DeviceFacts, Host
     from prime_kernels.loader.meta import Spec
 
@@ -120,49 +118,3 @@ def _prepare(host: Host, handle: int, spec: Spec, facts: DeviceFacts) -> None:
     for attribute, value in wanted:
         status = host.set_kernel_attribute(handle, attribute, facts.ordinal, value)
         host.check(status, f"setting attribute {attribute} of {spec.key} to {value} on device {facts.ordinal}")
-
-
-def identity(ordinal: int) -> dict[str, object]:
-    """What must be equal on all ranks of a group before their kernels may write to each other's memory.
-
-    Args:
-        ordinal: CUDA device index of this rank.
-
-    Returns:
-        Plain values to be gathered over the group and given to `compare_identities`.
-    """
-    import hashlib
-
-    import prime_kernels
-
-    at, facts = resolve.installation(), hostlib.host().device(ordinal)
-    entries = {key: row for pack in at.packs for key, row in pack.header.entries.items()}
-    text = "\n".join(f"{key} {row.args_hash} {row.protocol}" for key, row in sorted(entries.items()))
-    return {
-        "version": prime_kernels.__version__,
-        "compute capability": f"{facts.cc[0]}.{facts.cc[1]}",
-        "host layout": f"{abi.layout():016x}",
-        "kernels": hashlib.sha256(text.encode()).hexdigest()[:16],
-    }
-
-
-def compare_identities(ranks: Sequence[Mapping[str, object]]) -> None:
-    """Refuse a group whose ranks differ.
-
-    Args:
-        ranks: `identity` of every rank, in rank order.
-
-    Raises:
-        ConfigMismatch: Ranks differ; names field, values and ranks (E50).
-    """
-    for name in ranks[0] if ranks else ():
-        by_value: dict[str, list[int]] = {}
-        for rank, values in enumerate(ranks):
-            by_value.setdefault(str(values.get(name)), []).append(rank)
-        if len(by_value) > 1:
-            table = "; ".join(f"{value} on rank {', '.join(map(str, where))}" for value, where in by_value.items())
-            raise ConfigMismatch(
-                f"ranks differ in {name}: {table}.",
-                facts={"field": name, "ranks": by_value},
-                remedy="Install the same prime-kernels on every node and use one kind of GPU per group.",
-            )

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from build_tools import host_shim
-from prime_kernels.errors import ArtifactError
-from prime_kernels.loader import hostlib
+from prime_kernels.errors import ArtifactError, BackendUnavailable
+from prime_kernels.loader import group, hostlib
 from tests.stub_cuda import run_with_stub
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ import json, os, sys
 from pathlib import Path
 from build_tools import host_shim
 from prime_kernels.errors import PrimeKernelsError
-from prime_kernels.loader import device, hostlib, kernels, resolve, twin
+from prime_kernels.loader import device, group, hostlib, kernels, resolve, twin
 from tests.helpers import installation as made
 folder = Path(os.environ["PK_TEST_FOLDER"])
 host = (hostlib.load_library(host_shim.build()) if os.environ["PK_TEST_BINDING"] == "shim"
@@ -271,10 +271,10 @@ def test_ranks_that_differ_are_named_by_field_and_value(tmp_path: Path) -> None:
     found = child(
         """
         install()
-        mine = kernels.identity(0)
+        mine = group.identity(0)
         ranks = [mine, mine, mine | {"version": "9.9"}, mine]
-        kernels.compare_identities([mine] * 4)
-        out(mine=mine, error=failure(kernels.compare_identities, ranks))
+        group.compare_identities([mine] * 4)
+        out(mine=mine, error=failure(group.compare_identities, ranks))
         """,
         tmp_path,
     )
@@ -285,6 +285,21 @@ def test_ranks_that_differ_are_named_by_field_and_value(tmp_path: Path) -> None:
     assert "on rank 0, 1, 3" in error["text"]
     assert error["facts"]["field"] == "version"
     assert error["remedy"]
+
+
+def test_pairs_that_cannot_reach_each_other_are_named_with_the_matrix() -> None:
+    group.check_reachable([[True, True], [True, True]], "torch symmetric memory")
+    group.check_reachable([[False]], "torch symmetric memory")
+    with pytest.raises(BackendUnavailable) as caught:
+        group.check_reachable([[True, True, False], [True, True, True], [True, False, True]], "nvshmem4py")
+    error = caught.value
+    assert error.code == "E51"
+    assert "2 pairs of ranks" in str(error)
+    assert "0->2, 2->1" in str(error)
+    assert "  0: . . x" in str(error)
+    assert "nvshmem4py" in str(error)
+    assert error.facts["pairs"] == [(0, 2), (2, 1)]
+    assert error.remedy
 
 
 def test_a_library_of_another_build_is_refused_with_both_places(tmp_path: Path) -> None:
