@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// moe/block_gemm.cuh: what the four GEMMs with rows grouped by expert have in common.
+//
+// Layer:      moe.
+#pragma once
+#include "../mma/sm90.cuh"
+#include "../roles/grouped_gemm.cuh"
+#include "gemm_args.cuh"
+
+namespace prime::moe {
+
+using pipeline::Tile;
+using roles::StageAddr;
+
+// kColumns: output columns that one tile covers (128 where a tile holds a gate and an up half).
+template <u32 kStages_, u32 kSlabs, u32 kColumns, bool kMnMajorB_>
+struct BlockGemm {
+    using Args = GroupedArgs;
+    using Smem = layout::GemmSmem<kStages_, kSlabs>;
+    using Mma = mma::Hopper;
+    static constexpr u32 kStages = kStages_;
+    static constexpr bool kMnMajorA = false;
+    static constexpr bool kMnMajorB = kMnMajorB_;
+    static constexpr u32 kHalfA = layout::kStageBytesA / 2;
+    static constexpr u32 kHalfB = layout::kStageBytesB / 2;
+
+    // Only the half blocks of A that hold rows are loaded.
+    PK_DEVICE static u32 bytes(const Tile& t) {
+        const u32 a = t.valid > 64 ? 2 * kHalfA : t.valid > 0 ? kHalfA : 0;
+        return a + (t.valid > 0 || t.multicast ? 2 * kHalfB : 0);
+    }
+
+    PK_DEVICE static void load_a(const Args& args, const Tile& t, i32 k, const StageAddr& at) {
+        if (t.valid > 0) ptx::tma_load_2d(at.a, &args.a, at.bar, k * 64, t.row, ptx::kEvictNormal);
+        if (t.valid > 64)
+            ptx::tma_load_2d(at.a + kHalfA, &args.a, at.bar, k * 64, t.row + 64, ptx::kEvictNormal);
+    }
+
+    PK_DEVICE static bool has_rows(const Args&, const Tile& t, u32 warpgroup) {
+        return t.valid > static_cast<i32>(warpgroup * 64);
+    }
+
+    PK_DEVICE static void schedule(const Args& args, roles::TileRing ring, roles::Waiter waiter) {
+        const roles::BlockList list{args.counts,  args.starts,  args.num_experts, args.n_tiles,
+                                    args.k_steps, args.columns, kColumns};
+        roles::schedule_blocks(list, ring, waiter);
+    }
+
+    struct Box {
+        i32 c0, c1, c2, c3;
+    };
+
+    PK_DEVICE static void load_box(
+        const TensorMap* map, const Box& c, const StageAddr& at, u32 half, bool multicast) {
+        const u32 dst = at.b + half * kHalfB;
+        if (multicast)
+            ptx::tma_load_4d_multicast(
+                dst, map, at.bar, c.c0, c.c1, c.c2, c.c3, /*mask=*/3, ptx::kEvictNormal);
+        else
+            ptx::tma_load_4d(dst, map, at.bar, c.c0, c.c1, c.c2, c.c3, ptx::kEvictNormal);
+    }
+};
+
+}  // namespace prime::moe

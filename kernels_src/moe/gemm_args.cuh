@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// moe/gemm_args.cuh: arguments of the grouped GEMMs.
+//
+// Layer:      moe. Shapes and boxes of the tensor maps are stated here and made in
+// prime_kernels/moe/cuda_maps.py.
+#pragma once
+#include "../common/fault.cuh"
+#include "../common/types.cuh"
+
+namespace prime::moe {
+
+// Rows grouped by expert. K-major maps are 2-D [k, rows] with box {64, 64} for A and 4-D [k, n, 1,
+// expert] with box {64, 128} for B; MN-major B is 4-D [64, k, n/64, expert] with box {64, 64, 2}.
+struct GroupedArgs {
+    TensorMap a;        // activations
+    TensorMap b0;       // weights; the gate half where there are two
+    TensorMap b1;       // the up half, or b0 again
+    TensorMap out0;     // main result: 2-D [columns, rows] with box {64, 64}
+    TensorMap out1;     // 3-D [I, 2, rows] with box {64, 1, 64}: z written (gate/up) or dz written
+                        // (down dgrad)
+    TensorMap in1;      // the same shape: z read (down dgrad)
+    const i32* counts;  // [E_l] rows per expert
+    const i32* starts;  // [E_l + 1] first pool row per expert, multiples of 64
+    const float* row_score;  // [pool rows]
+    float* score_parts;      // [pool rows, n_tiles] partial sums of <dh', h>
+    FaultRecord* fault;
+    u32 num_experts;
+    u32 k_steps;  // 64-wide steps of the whole reduction
+    u32 split;    // steps that read b0; the rest read b1
+    u32 columns;  // columns of the output (of one half where there are two)
+    u32 n_tiles;
+    u32 store_preact;  // gate/up: also write z
+    float alpha;
+    float clamp;
+    float up_offset;
+    u32 reserved;
+};
+
+// Reductions over rows. A and B maps are MN-major 4-D [64, rows, columns/64, 1] with box {64, 64,
+// 2}.
+struct WgradArgs {
+    TensorMap a0;    // dz, for the gate/up gradient
+    TensorMap b0;    // x rows
+    TensorMap a1;    // dy rows, for the down gradient
+    TensorMap b1;    // score * h
+    TensorMap gate;  // 3-D [H, I, expert], box {64, 64} bf16 or {32, 64} fp32
+    TensorMap up;
+    TensorMap down;  // 3-D [I, H, expert]
+    const i32* counts;
+    const i32* starts;
+    FaultRecord* fault;
+    u32 num_experts;
+    u32 hidden;
+    u32 intermediate;
+    u32 do_gate_up;  // 0: the caller wants no gradient of these weights
+    u32 do_down;
+    u32 reserved;
+};
+
+}  // namespace prime::moe

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// pipeline/wait.cuh: bounded waits on shared-memory barriers.
+//
+// Layer:      pipeline (arch-free).
+//
+// Invariants: a wait always returns. After the first one that ran out of time the role is `dead`:
+// it waits no more, issues
+//             no copy, and walks to its end, so that the CTA and its cluster leave together.
+//             Leaving from inside the loop instead (exit, trap) makes ptxas serialise every
+//             tensor-core instruction of the kernel.
+#pragma once
+#include "../common/fault.cuh"
+#include "../common/types.cuh"
+#include "../ptx/ld_st.cuh"
+#include "../ptx/mbarrier.cuh"
+
+namespace prime::pipeline {
+
+constexpr u64 kWaitLimitNs = 20ull * 1000 * 1000 * 1000;
+constexpr u32 kPollsPerClockRead = 1024;
+
+struct Waiter {
+    FaultRecord* record;
+    Role role;
+    bool dead = false;
+
+    PK_DEVICE void wait(u32 bar, u32 phase, Wait what) {
+        u64 start = 0;
+        for (u32 polls = 1; !dead && !ptx::mbarrier_try_wait(bar, phase); ++polls) {
+            if (polls % kPollsPerClockRead != 0) continue;
+            const u64 now = ptx::global_timer_ns();
+            if (start == 0) start = now;
+            if (now - start > kWaitLimitNs) {
+                record_fault(record, role, what);
+                dead = true;
+            }
+        }
+    }
+};
+
+}  // namespace prime::pipeline

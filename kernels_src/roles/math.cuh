@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// roles/math.cuh: the two warpgroups that multiply and then run their own epilogue, 64 rows each,
+// without waiting for one another: while one is in its epilogue the other has the tensor cores.
+//
+// Layer:      roles (arch-free; the architecture is behind mma/).
+#pragma once
+#include "../common/types.cuh"
+#include "../epilogue/slabs.cuh"
+#include "../layout/gemm_smem.cuh"
+#include "../mma/policy.cuh"
+#include "../pipeline/tile_ring.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "schedule.cuh"
+
+namespace prime::roles {
+
+// Tells the loaders of both CTAs that this warp is done with a stage.
+PK_DEVICE void release_stage(u32 bar, u32 lane) {
+    if (lane < kPair) ptx::mbarrier_arrive_remote(bar, lane);
+}
+
+// Runs the stages of a tile. A warpgroup without rows only keeps the protocol.
+template <class Op>
+PK_DEVICE void accumulate(
+    mma::Accum& acc, u32 base, const epilogue::Seat& seat, i32 k_steps,
+    pipeline::Ring<Op::kStages>& ring, Waiter& waiter) {
+    using Smem = typename Op::Smem;
+    using Mma = typename Op::Mma;
+    const u32 a_offset = base + Smem::kA + seat.warpgroup * (layout::kStageBytesA / 2);
+    const auto start = [&](bool add) {
+        waiter.wait(base + Smem::kStageFull + 8 * ring.stage, ring.phase, Wait::kStageFull);
+        Mma::template start_stage<Op::kMnMajorA, Op::kMnMajorB>(
+            acc, a_offset + ring.stage * layout::kStageBytesA,
+            base + Smem::kB + ring.stage * layout::kStageBytesB, add);
+    };
+    // The first stage is peeled: a conditional wait or overwrite in the loop makes the compiler
+    // serialise it.
+    start(false);
+    u32 previous = ring.stage;
+    ring.advance();
+    for (i32 k = 1; k < k_steps; ++k, ring.advance()) {
+        start(true);
+        Mma::template wait_stages<1>();
+        release_stage(base + Smem::kStageEmpty + 8 * previous, seat.lane);
+        previous = ring.stage;
+    }
+    Mma::template wait_stages<0>();
+    Mma::finish(acc);
+    release_stage(base + Smem::kStageEmpty + 8 * previous, seat.lane);
+}
+
+template <class Op>
+PK_DEVICE void skip(
+    u32 base, const epilogue::Seat& seat, i32 k_steps, pipeline::Ring<Op::kStages>& ring,
+    Waiter& waiter) {
+    using Smem = typename Op::Smem;
+    for (i32 k = 0; k < k_steps; ++k, ring.advance()) {
+        waiter.wait(base + Smem::kStageFull + 8 * ring.stage, ring.phase, Wait::kStageFull);
+        release_stage(base + Smem::kStageEmpty + 8 * ring.stage, seat.lane);
+    }
+}
+
+template <class Op>
+PK_DEVICE void math(const typename Op::Args& args, u32 base, TileRing tiles, u32 warpgroup) {
+    using Smem = typename Op::Smem;
+    const epilogue::Seat seat{
+        warpgroup, (threadIdx.x >> 5) & 3, threadIdx.x & 31, (threadIdx.x & 127) == 0};
+    Waiter waiter{args.fault, Role::kMath};
+    pipeline::Ring<Op::kStages> ring;
+    mma::Accum acc;
+    auto epilogue = Op::make_epilogue(base, seat);
+    for (;;) {
+        const Tile tile = tiles.pop(waiter, seat.lane == 0);
+        if (tile.k_steps < 0) break;
+        if (!Op::has_rows(args, tile, warpgroup)) {
+            skip<Op>(base, seat, tile.k_steps, ring, waiter);
+            continue;
+        }
+        epilogue.prefetch(args, tile, seat);
+        if (tile.k_steps > 0) {
+            accumulate<Op>(acc, base, seat, tile.k_steps, ring, waiter);
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < mma::kAccum; ++i)
+                acc[i] = 0.0f;
+        }
+        epilogue.store(args, tile, seat, acc, waiter);
+    }
+    if (seat.leader) ptx::bulk_wait<0>();
+}
+
+}  // namespace prime::roles

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the cuda backend launches, without a GPU: kernels that exist, arguments that their structs have."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from build_tools.entries import generate
+from build_tools.variants import read_variants
+from prime_kernels import MegaMoEConfig, SwiGLU
+from prime_kernels.loader.args import ArgsPacker
+from prime_kernels.loader.manifest import ArgField
+from prime_kernels.moe import cuda_launch
+from prime_kernels.moe.backend import Needs
+from prime_kernels.moe.cuda import CudaBackend, kept_rows, pool_rows
+
+VARIANTS = {variant.key: variant for variant in read_variants()}
+ALL = Needs(True, True, True, True)
+
+
+class Launches:
+    """Stands in for the loader: packs every launch as the real one does, and remembers it."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = []
+
+    def load_kernel(self, key: str, *, device: int | None = None) -> Any:
+        entry = generate(VARIANTS[key])
+        fields = [ArgField(name, word, count, offset) for name, word, count, offset in entry.fields]
+        packer = ArgsPacker(fields, entry.args.size)
+
+        def launch(*, grid: int, stream: int, args: dict[str, Any], maps: dict[str, Any] | None) -> None:
+            packer.pack_into(bytearray(entry.args.size), args, key)
+            packer.pack_maps_into(bytearray(136 * max(1, len(packer.map_names)) + 256), maps or {}, key)
+            self.seen.append((VARIANTS[key].kernel, grid, args, maps or {}))
+
+        return SimpleNamespace(launch=launch)
+
+    def names(self) -> list[str]:
+        return [name for name, *_ in self.seen]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    spy = Launches()
+    monkeypatch.setattr(cuda_launch, "load_kernel", spy.load_kernel)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return spy
+
+
+def step(
+    config: MegaMoEConfig, tokens: int, *, save: str = "preact", needs: Needs = ALL, pair: bool = False
+) -> tuple[Any, Any]:
+    e, h, i = config.num_experts, config.hidden, config.intermediate
+    x, ids = torch.zeros(tokens, h, dtype=torch.bfloat16), torch.zeros(tokens, config.topk, dtype=torch.int64)
+    weights = torch.zeros(tokens, config.topk)
+    packed, down = torch.zeros(e, 2 * i, h, dtype=torch.bfloat16), torch.zeros(e, h, i, dtype=torch.bfloat16)
+    gate_up: Any = tuple(t.contiguous() for t in packed.chunk(2, 1)) if pair else packed
+    runtime: Any = type("Runtime", (), {})()
+    runtime.config, runtime.device = config, torch.device("cpu")
+    backend = CudaBackend()
+    backend._faults[runtime] = torch.zeros(8, dtype=torch.int32)
+    forward = backend.forward(runtime, x, ids, weights, gate_up, down, save=save)
+    backward = backend.backward(
+        runtime, x, x, ids, weights, gate_up, down, forward.plan, forward.preact, needs=needs, wgrad_dtype=None
+    )
+    return forward, backward
+
+
+def config_of(**fields: Any) -> MegaMoEConfig:
+    sizes = {"num_experts": 5, "topk": 2, "hidden": 192, "intermediate": 320, "max_tokens_per_rank": 64}
+    return MegaMoEConfig(**{**sizes, "backend": "cuda", **fields})
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 64])
+@pytest.mark.parametrize("save", ["preact", "inputs", "full"])
+def test_every_launch_packs_against_the_kernels_own_structs(
+    launches: Launches, save: str, tokens: int, pair: bool
+) -> None:
+    config = config_of()
+    forward, backward = step(config, tokens, save=save, pair=pair)
+    forward_names = ["pk_dispatch", "pk_gate_up", "pk_down", "pk_combine"]
+    again = ["pk_gate_up"] if save == "inputs" else []
+    backward_names = ["pk_replay", *again, "pk_down_grad", "pk_gate_up_grad", "pk_wgrad", "pk_combine"]
+    assert launches.names() == forward_names + backward_names
+    assert forward.y.shape == backward.dx.shape == (tokens, 192)
+    assert backward.dtopk_weights.shape == (tokens, 2)
+    assert (forward.preact is None) == (save == "inputs")
+
+
+def test_activation_class_and_gradient_type_choose_the_kernel(launches: Launches) -> None:
+    step(config_of(activation=SwiGLU(clamp=7.0, alpha=1.702, up_offset=1.0)), 8)
+    clamped = [args for name, _, args, _ in launches.seen if name in ("pk_gate_up", "pk_down_grad")]
+    assert [(a["clamp"], a["alpha"], a["up_offset"]) for a in clamped] == [(7.0, 1.702, 1.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("needs", "absent"),
+    [
+        (Needs(False, True, True, True), "pk_gate_up_grad"),
+        (Needs(True, True, False, False), "pk_wgrad"),
+        (Needs(False, False, True, True), "pk_combine"),
+    ],
+)
+def test_gradients_that_are_not_needed_are_not_computed(launches: Launches, needs: Needs, absent: str) -> None:
+    _, backward = step(config_of(), 8, needs=needs)
+    assert absent not in launches.names()[4:]
+    results = (backward.dx, backward.dtopk_weights, backward.dw_gate_up, backward.dw_down)
+    assert [r is not None for r in results] == list(needs)
+
+
+def test_rows_of_x_are_copied_again_only_where_they_are_read(launches: Launches) -> None:
+    def copied(save: str, needs: Needs) -> bool:
+        launches.seen.clear()
+        step(config_of(), 8, save=save, needs=needs)
+        return any(args["x"] != 0 for name, _, args, _ in launches.seen if name == "pk_replay")
+
+    assert copied("preact", ALL)
+    assert not copied("full", ALL)
+    assert not copied("preact", Needs(True, True, False, True))
+    assert copied("inputs", Needs(True, True, False, True))
+
+
+def test_grids_are_even_and_stay_within_num_sms(launches: Launches) -> None:
+    step(config_of(num_sms=7), 8)
+    grids = {name: grid for name, grid, *_ in launches.seen}
+    assert grids["pk_gate_up"] == grids["pk_wgrad"] == 6
+    assert grids["pk_dispatch"] == 7
+
+
+def test_the_pool_holds_every_route_however_the_experts_fill() -> None:
+    config = config_of()
+    for counts in ([128, 0, 0, 0, 0], [1, 1, 1, 1, 124], [25, 26, 27, 25, 25], [65, 1, 1, 1, 60]):
+        assert sum((c + 63) // 64 * 64 for c in counts) <= pool_rows(config, 64)
+    preact = torch.empty(CudaBackend().preact_shape(config, num_tokens=4, ep_size=1, save="full"))
+    kept = kept_rows(preact, pool_rows(config, 4), config)
+    assert kept is not None
+    assert kept.shape == (pool_rows(config, 4), 192)
+    assert kept.data_ptr() + kept.numel() * 4 == preact.data_ptr() + preact.numel() * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "ep_size", "words"),
+    [({"precision": "fp8", "hidden": 256, "intermediate": 256}, 1, "fp8"), ({"num_experts": 4}, 2, "ep_size=2")],
+)
+def test_what_has_no_kernel_is_refused_by_name(fields: dict[str, Any], ep_size: int, words: str) -> None:
+    reason = CudaBackend().unsupported_reason(config_of(**fields), ep_size=ep_size, device=torch.device("cuda"))
+    assert reason is not None
+    assert words in reason
