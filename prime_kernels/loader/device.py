@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,38 +120,3 @@ def unavailable_reason(name: str, *, device: int | None = None) -> str | None:
     """`unavailable_error` as text."""
     error = unavailable_error(name, device=device)
     return None if error is None else str(error)
-
-
-# A CUDA context does not survive fork(): the child's first driver call would hang or fail far from its cause.
-_forked_after_use = False
-_used = False
-
-
-def _in_child() -> None:
-    global _forked_after_use
-    _forked_after_use = _used
-
-
-os.register_at_fork(after_in_child=_in_child)
-
-
-def mark_used() -> None:
-    """Say that this process has CUDA state of ours from now on."""
-    global _used
-    _used = True
-
-
-def check_fork() -> None:
-    """Refuse to go on in a child that was forked after `mark_used`.
-
-    Raises:
-        BackendUnavailable: This process is such a child (E60).
-    """
-    if _forked_after_use:
-        raise BackendUnavailable(
-            f"process {os.getpid()} was forked from {os.getppid()} after prime_kernels had initialised CUDA; "
-            "a CUDA context does not survive fork().",
-            code="E60",
-            facts={"pid": os.getpid(), "parent": os.getppid()},
-            remedy='Start worker processes with multiprocessing.set_start_method("spawn").',
-        )

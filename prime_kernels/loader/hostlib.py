@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_kernels.errors import ArtifactError, BackendUnavailable, LaunchError
-from prime_kernels.loader import abi
+from prime_kernels.loader import abi, fork
 from prime_kernels.loader.abi import PkDevice, PkLaunch
 
 TYPE_CHECKING = False
@@ -115,6 +115,12 @@ class Host:
         self.check(status, "loading the driver")
         self._opened = True
 
+    def _init(self) -> None:
+        """Before a call that initialises the driver: a forked child is refused, and a later child will be."""
+        fork.check()
+        self.open()
+        fork.mark()
+
     def error_name(self, status: int) -> str:
         """Name of a return code, e.g. CUDA_ERROR_INVALID_IMAGE."""
         return bytes(self.lib.pk_host_error_name(status)).decode(errors="replace")
@@ -123,11 +129,14 @@ class Host:
         """Turn a non-zero return code into a LaunchError that says what was being done.
 
         Raises:
-            LaunchError: `status` is not 0 (E43, or E01 when the driver went missing).
+            LaunchError: `status` is not 0 (E43).
+            BackendUnavailable: The driver calls itself not initialised, as it does in a forked child (E60).
         """
         if status == 0:
             return
         name = self.error_name(status)
+        if status == abi.NOT_INITIALIZED:
+            raise fork.error(f"{doing} failed with {name}")
         text = bytes(self.lib.pk_host_error_text(status)).decode(errors="replace")
         raise LaunchError(
             f"{doing} failed: {name} ({status}): {text}.",
@@ -147,7 +156,7 @@ class Host:
 
     def device_count(self) -> int:
         """Number of visible GPUs; 0 if the driver sees none."""
-        self.open()
+        self._init()
         out = c_int32()
         status = self.lib.pk_host_device_count(addressof(out))
         if status == abi.NO_DEVICE:
@@ -162,7 +171,7 @@ class Host:
             BackendUnavailable: No driver (E01).
             LaunchError: No such device (E43).
         """
-        self.open()
+        self._init()
         out = PkDevice()
         self.check(self.lib.pk_host_device(ordinal, addressof(out)), f"asking for device {ordinal}")
         digits = bytes(out.uuid).hex()
@@ -182,19 +191,19 @@ class Host:
 
     def current_device(self) -> int:
         """Device of the calling thread's current context; -1 if it has none."""
-        self.open()
+        self._init()
         context, ordinal = c_uint64(), c_int32()
         self.check(self.lib.pk_host_current(addressof(context), addressof(ordinal)), "asking for the current context")
         return int(ordinal.value)
 
     def use_device(self, ordinal: int) -> None:
         """Make the primary context of a device current, creating it if there is none yet."""
-        self.open()
+        self._init()
         self.check(self.lib.pk_host_use_device(ordinal), f"making the context of device {ordinal} current")
 
     def load(self, cubin: bytes) -> tuple[int, int]:
         """Load a cubin from memory; returns (status, library handle), because the caller knows what a refusal means."""
-        self.open()
+        self._init()
         # A bytes object is its own buffer: what was hashed is what is loaded.
         library, image = c_uint64(), c_char_p(cubin)
         status = self.lib.pk_host_load(ctypes.cast(image, c_void_p).value, len(cubin), addressof(library))

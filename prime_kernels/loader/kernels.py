@@ -7,7 +7,7 @@ import logging
 import threading
 
 from prime_kernels.errors import BackendUnavailable, LaunchError
-from prime_kernels.loader import abi, arch, elf, hostlib, resolve, select
+from prime_kernels.loader import abi, arch, elf, fork, hostlib, resolve, select
 from prime_kernels.loader import device as devices
 from prime_kernels.loader.launch import Kernel
 
@@ -67,7 +67,7 @@ def load_kernel(name: str, *, device: int | None = None) -> Kernel:
     kernel = _kernels.get((name, device)) if device is not None else None
     if kernel is not None:
         return kernel
-    devices.check_fork()
+    fork.check()
     host = hostlib.host()
     driver = host.driver_version()
     ordinal = device if device is not None else max(host.current_device(), 0)
@@ -90,7 +90,6 @@ def _load(host: Host, name: str, ordinal: int, driver: int) -> Kernel:
         if found is None:
             raise resolve.not_found(name, facts.cc, trace)
         cubin, spec = found
-        devices.mark_used()
         status, library = host.load(cubin)
         if status:
             raise load_failure(status, host.error_name(status), spec, cubin, facts, driver)

@@ -10,7 +10,7 @@ import ctypes
 import threading
 
 from prime_kernels.errors import BackendUnavailable, LaunchError
-from prime_kernels.loader import abi, device
+from prime_kernels.loader import abi, fork
 from prime_kernels.loader.abi import PkLaunch
 from prime_kernels.loader.args import RECORD, ArgsPacker
 from prime_kernels.loader.args import tensor_map as tensor_map
@@ -113,8 +113,8 @@ class Kernel:
             LaunchError: Wrong arguments, or the driver refuses a tensor map or the launch (E43).
             BackendUnavailable: The grid does not fit (E40), or the process was forked (E60).
         """
-        if device._forked_after_use:
-            device.check_fork()
+        if fork.forked:
+            fork.check()
         buffers = self._buffers
         request = buffers.request
         self.packer.pack_into(buffers.args, args, self.spec.key)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from prime_kernels.loader.resolve import Installation
     from prime_kernels.settings import Settings
 
+    Counts = dict[tuple[int, int], tuple[int, int, list[PrimeKernelsError]]]
+
 OK, DEGRADED, UNUSABLE = 0, 1, 2
 RESULTS = ("ok", "degraded", "unusable")
 
@@ -102,7 +104,21 @@ def _driver(host: Host, at: Installation) -> tuple[Section, int | None]:
     return Section("driver", [text, *note], data, DEGRADED if note else OK), version
 
 
-def _gpu(facts: DeviceFacts, driver: int, at: Installation) -> Section:
+def _kernels(cc: tuple[int, int], driver: int, at: Installation) -> tuple[int, int, list[PrimeKernelsError]]:
+    """(kernels that are there, kernels to be compiled, errors of the rest) on a device of this kind."""
+    ready, built, problems = 0, 0, []
+    for key in at.facts_by_key():
+        try:
+            found = select.first_accepted(resolve.resolve(key, cc, driver, at, build=False)[1])
+        except PrimeKernelsError as error:
+            problems.append(error)
+            continue
+        compiled = found is not None and found.where.startswith("nvrtc")
+        ready, built = ready + (found is not None and not compiled), built + compiled
+    return ready, built, problems
+
+
+def _gpu(facts: DeviceFacts, driver: int, at: Installation, counts: Counts) -> Section:
     name = f"gpu {facts.ordinal}"
     data: dict[str, Any] = {
         "name": facts.name,
@@ -119,15 +135,10 @@ def _gpu(facts: DeviceFacts, driver: int, at: Installation) -> Section:
     except PrimeKernelsError as error:
         section = Section.failed(name, error)
         return Section(name, [line, *section.lines], data | section.data, UNUSABLE, section.codes)
-    ready, built, problems = 0, 0, []
-    for key in at.facts_by_key():
-        try:
-            found = select.first_accepted(resolve.resolve(key, facts.cc, driver, at, build=False)[1])
-        except PrimeKernelsError as error:
-            problems.append(error)
-            continue
-        ready += found is not None and not found.where.startswith("nvrtc")
-        built += found is not None and found.where.startswith("nvrtc")
+    # Every kernel is read and verified; once per kind of GPU is enough.
+    if facts.cc not in counts:
+        counts[facts.cc] = _kernels(facts.cc, driver, at)
+    ready, built, problems = counts[facts.cc]
     data |= {"kernels_ready": ready, "kernels_to_compile": built, "errors": [str(error) for error in problems]}
     codes = sorted({error.code for error in problems})
     level = UNUSABLE if ready + built == 0 else DEGRADED if built or problems else OK
@@ -190,7 +201,7 @@ def _cache(settings: Settings) -> Section:
 
 
 def _environment(settings: Settings) -> Section | None:
-    if not settings.variables:
+    if not settings.variables and not settings.unknown:
         return None
     lines = [f"{name}={value}" for name, value in settings.variables]
     lines += [f"{name} means nothing to prime-kernels" for name in settings.unknown]
@@ -237,7 +248,8 @@ def collect(settings: Settings) -> list[Section]:
         if at is not None:
             section, driver = _driver(host, at)
             sections.append(section)
-            gpus = [_gpu(facts, driver or 0, at) for facts in device.machine(host).devices]
+            counts: Counts = {}
+            gpus = [_gpu(facts, driver or 0, at, counts) for facts in device.machine(host).devices]
             sections += gpus or [Section.failed("gpu", device.no_device())]
             needed = any(gpu.data.get("kernels_to_compile") for gpu in gpus)
     except PrimeKernelsError as error:

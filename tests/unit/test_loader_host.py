@@ -240,31 +240,39 @@ def test_more_shared_memory_than_the_device_has_is_e40(tmp_path: Path) -> None:
     assert found["facts"]["fits"] == 232448
 
 
-def test_a_child_forked_after_a_load_is_told_to_spawn(tmp_path: Path) -> None:
+def test_a_child_forked_after_cuda_was_initialised_is_told_to_spawn(tmp_path: Path) -> None:
     found = child(
         """
         install()
-        early = os.fork()
-        if early == 0:
-            os._exit(0 if kernels.load_kernel(made.KEY, device=0) else 1)
-        harmless = os.waitstatus_to_exitcode(os.waitpid(early, 0)[1])
+        def in_child(work):
+            pid = os.fork()
+            if pid == 0:
+                (folder / "said").write_text(json.dumps(work(), default=str))
+                os._exit(0)
+            os.waitpid(pid, 0)
+            return json.loads((folder / "said").read_text())
+        host.driver_version()
+        early = in_child(lambda: failure(kernels.load_kernel, made.KEY, device=0))
         kernel = kernels.load_kernel(made.KEY, device=0)
-        late = os.fork()
-        if late == 0:
-            call = dict(grid=1, stream=0, args={}, maps={})
-            errors = [failure(kernels.load_kernel, "another", device=0), failure(kernel.launch, **call)]
-            (folder / "errors").write_text(json.dumps(errors, default=str))
-            os._exit(0)
-        os.waitpid(late, 0)
-        out(harmless=harmless, errors=json.loads((folder / "errors").read_text()))
+        call = dict(grid=1, stream=0, args={}, maps={})
+        late = in_child(lambda: [failure(kernels.load_kernel, "another", device=0), failure(kernel.launch, **call),
+                                 failure(host.device_count)])
+        out(early=early, late=late, reason=in_child(lambda: device.unavailable_reason("fake")))
         """,
         tmp_path,
     )
-    assert found["harmless"] == 0
-    for error in found["errors"]:
+    assert found["early"] is None
+    for error in found["late"]:
         assert (error["kind"], error["code"]) == ("BackendUnavailable", "E60")
         assert "spawn" in error["remedy"]
         assert error["facts"]["parent"] != error["facts"]["pid"]
+    assert "[E60]" in found["reason"]
+
+
+def test_a_driver_that_calls_itself_not_initialised_was_forked_by_somebody_else(tmp_path: Path) -> None:
+    found = child("out(error=failure(host.device_count))", tmp_path, PK_STUB_FAIL="cuInit=3")["error"]
+    assert (found["kind"], found["code"]) == ("BackendUnavailable", "E60")
+    assert "counting devices failed with CUDA_ERROR_NOT_INITIALIZED" in found["text"]
 
 
 def test_ranks_that_differ_are_named_by_field_and_value(tmp_path: Path) -> None:
