@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Measurements of the layer against other implementations; never shipped."""
