@@ -124,7 +124,9 @@ class CudaBackend(Backend):
         preact = None
         if save != "inputs":
             preact = call.empty(*self.preact_shape(config, num_tokens=tokens, ep_size=1, save=save))
-        x_rows = kept_rows(preact, pool, config) if save == "full" else call.empty(pool, config.hidden)
+        x_rows = kept_rows(preact, pool, config)
+        if x_rows is None:
+            x_rows = call.empty(pool, config.hidden)
         score = call.empty(pool, dtype=torch.float32)
         call.dispatch(x, topk_ids, topk_weights, plan, (sent, received), x_rows, score)
         h = call.empty(pool, config.intermediate)

@@ -45,7 +45,7 @@ def device_of(config: MegaMoEConfig, device: torch.device | str | None) -> torch
         wants_cuda = config.backend in ("auto", "cuda") and torch.cuda.is_available()
         device = "cuda" if wants_cuda else "cpu"
     device = torch.device(device)
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+    if str(device) == "cuda" and torch.cuda.is_available():  # without an index, which torch's types say cannot be
         device = torch.device("cuda", torch.cuda.current_device())
     return device
 
