@@ -193,19 +193,24 @@ def _compile(
 
 
 def check_family(name: str, cc: tuple[int, int], driver: int) -> None:
-    """Refuse a kernel family of which nothing would run on a device.
+    """Refuse a kernel family that is not complete on a device: every op of it needs one kernel that would run.
 
     Raises:
-        BackendUnavailable: No key of the family is installed, or none for this device (E09).
+        BackendUnavailable: No key of the family is installed, or some op has none for this device (E09).
     """
     at = installation()
-    keys = [d.key for d in select.keys_for(name, at.facts_by_key(), None)]
-    trace: list[Decision] = []
-    for key in keys:
+    facts = at.facts_by_key()
+    ops: dict[str, list[Decision]] = {}
+    served: set[str] = set()
+    for key in (decision.key for decision in select.keys_for(name, facts, None)):
+        op = str(facts[key].get("op", key))
         try:
-            if select.first_accepted(resolve(key, cc, driver, at, build=False)[1]):
-                return
+            trace = resolve(key, cc, driver, at, build=False)[1]
         except BackendUnavailable:
-            pass
-        trace += select.choose(key, cc, driver, [pack.header for pack in at.packs], forced=at.settings.pack)
-    raise not_found(name, cc, trace)
+            trace = select.choose(key, cc, driver, [pack.header for pack in at.packs], forced=at.settings.pack)
+        ops.setdefault(op, []).extend(trace)
+        if select.first_accepted(trace):
+            served.add(op)
+    missing = [op for op in ops if op not in served]
+    if missing or not ops:
+        raise not_found(missing[0] if missing else name, cc, ops[missing[0]] if missing else [])

@@ -223,6 +223,26 @@ def test_an_unknown_kernel_is_named_with_the_trace(tmp_path: Path) -> None:
     assert "[E09]" in found["reason"]
 
 
+def test_a_family_is_available_only_where_every_op_of_it_is(tmp_path: Path) -> None:
+    found = child(
+        """
+        for arch, ops in {"sm_90a": ("up", "down"), "sm_100a": ("up",)}.items():
+            pairs = [(made.pack_entry("cu130", arch, key=f"{op}|{n}", facts={"family": "moe", "op": op}),
+                      made.cubin_for("cu130", arch)) for op in ops for n in "ab"]
+            made.write_packs(folder / "packs", {f"cu130/{arch}": made.pack_bytes("cu130", arch, pairs)})
+        at = made.installation(folder, packs=False, sources=False)
+        resolve.installation = lambda: at
+        hopper = device.unavailable_reason("moe")
+        os.environ["PK_STUB_CC"] = "10.0"
+        out(hopper=hopper, blackwell=device.unavailable_reason("moe"))
+        """,
+        tmp_path,
+    )
+    assert found["hopper"] is None
+    assert "no kernel down for sm_100" in found["blackwell"]
+    assert "down|a" in found["blackwell"]
+
+
 def test_more_shared_memory_than_the_device_has_is_e40(tmp_path: Path) -> None:
     found = child(
         """
