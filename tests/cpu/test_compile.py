@@ -189,7 +189,7 @@ def test_compiling_without_a_runtime_raises_and_names_create(fullgraph):
     case = make_case(tokens=24)
     compiled = torch.compile(mega_moe, fullgraph=fullgraph, backend="aot_eager")
     x, scores, gate_up, down = leaves_of(case)
-    with pytest.raises(Exception, match="MegaMoERuntime.create") as caught:
+    with pytest.raises(Exception, match=r"MegaMoERuntime.create") as caught:
         compiled(x, case.topk_ids, scores, gate_up, down)
     assert "runtime=None" in str(caught.value)
 
