@@ -81,7 +81,9 @@ def check_results(got: Results, want: Results, bound: float, label: object = "")
     """Every tensor within the bound, weight gradients also expert by expert; experts without rows exactly 0."""
     for name, one, other in zip(Results._fields, got, want, strict=True):
         assert torch.isfinite(one).all(), (label, name)
-        assert relative_error(one, other) < bound, (label, name, relative_error(one, other))
+        # Gradients of the scores are fp32 whatever x is, so they round to 2^-24 where x is fp64.
+        limit = max(bound, 1e-7) if one.dtype == torch.float32 else bound
+        assert relative_error(one, other) < limit, (label, name, relative_error(one, other))
         if name.startswith("dw_"):
             for expert in range(one.shape[0]):
                 error = relative_error(one[expert], other[expert])

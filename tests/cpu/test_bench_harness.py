@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark harness end to end on a CPU: it times what is right and prints no number for what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import baselines, bench, numerics, timing
+
+PLACE = bench.Place(torch.device("cpu"), None, 0, 1)
+SHAPE = bench.read_shapes()["tiny"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def arguments(*extra: str) -> Any:
+    return bench.parse(
+        ["forward", "backward", "--device", "cpu", "--shapes", "tiny", "--tokens", "48", "--rounds", "3",
+         "--warmups", "1", "--sustain", "0", "--backend", "grouped", *extra]
+    )  # fmt: skip
+
+
+def test_target_and_baseline_are_checked_timed_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    found = bench.run_shape(arguments(), SHAPE, 48, PLACE)
+    assert [record["op"] for record in found] == ["forward", "backward"]
+    for record in found:
+        assert record["n"] == 3
+        assert 0 < record["p10"] <= record["ms"] <= record["p90"]
+        assert set(record["rel_err"]) == {"y", "dx", "dtopk_weights", "dw_gate_up", "dw_down"}
+        assert all(0 < error < numerics.BOUND for error in record["rel_err"].values())
+        assert record["baseline"] == baselines.RECIPE
+        assert record["baseline_ms"] > 0
+        assert record["ratio"] is None, "no anchor, no ratio"
+    printed = capsys.readouterr().out
+    assert "unfused-torch" in printed
+    assert "no ratio: no anchor" in printed
+
+
+@pytest.mark.parametrize("kind", ["zipf", "hot"])
+def test_uneven_routing_passes_the_gate_too(kind: str) -> None:
+    args = arguments("--routing", kind, "--no-baseline")
+    found = bench.run_shape(args, SHAPE, 48, PLACE)
+    assert len(found) == 2
+    assert found[0]["baseline_ms"] is None
+
+
+def test_a_wrong_layer_gets_no_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = bench.package_arm
+
+    def wrong(*args: Any, **kwargs: Any) -> baselines.Arm:
+        arm = right(*args, **kwargs)
+
+        def layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+            # Experts 0 and 1 swapped: shapes fit, and most rows are right.
+            swapped = torch.where(topk_ids == 0, 1, torch.where(topk_ids == 1, 0, topk_ids))
+            return arm.layer(x, swapped, topk_weights, w_gate_up, w_down)
+
+        return baselines.Arm("swapped", layer, arm.backend, arm.engine, arm.runtime)
+
+    monkeypatch.setattr(bench, "package_arm", wrong)
+    assert bench.run_shape(arguments(), SHAPE, 48, PLACE) == []
+    printed = capsys.readouterr().out
+    assert "WRONG" in printed
+    assert " ms " not in printed
+
+
+def check_with(change: Any) -> list[str]:
+    """Problems found after `change(outputs)` on right outputs."""
+    batch = bench.make_batches(SHAPE, 300, "uniform", PLACE)[0]
+    arm = baselines.package_arm("reference", SHAPE, tokens=300, device=PLACE.device, group=None)
+    y = bench.call_forward(arm, batch)
+    outputs = numerics.Outputs(y.detach(), *torch.autograd.grad(y, bench.leaves_of(batch), batch.dy))
+    change(outputs)
+    with torch.no_grad():
+        return numerics.check_layer(batch, outputs).problems
+
+
+def test_the_gate_finds_faults_in_one_corner_of_one_tensor() -> None:
+    assert check_with(lambda outputs: None) == []
+    for name, corner in {
+        "y": (slice(256, 300), slice(0, 16)),
+        "dx": (slice(0, 128), slice(112, 128)),
+        "dtopk_weights": (slice(250, 260), slice(0, 2)),
+        "dw_gate_up": (3, slice(64, 128), slice(0, 128)),
+        "dw_down": (7, slice(0, 128), slice(48, 64)),
+    }.items():
+
+        def shrink(outputs: numerics.Outputs, name: str = name, corner: Any = corner) -> None:
+            getattr(outputs, name)[corner] *= 0.9
+
+        problems = check_with(shrink)
+        assert problems, name
+        assert all(problem.startswith(name) for problem in problems)
+
+
+def test_the_gate_finds_a_single_nan() -> None:
+    def spoil(outputs: numerics.Outputs) -> None:
+        outputs.dw_down[2, 5, 7] = float("nan")
+
+    assert check_with(spoil)
+
+
+def test_rounds_visit_every_input_set_and_order() -> None:
+    seen: list[tuple[str, int]] = []
+    variants = [
+        timing.Variant(name, lambda index: index, lambda index, name=name: seen.append((name, index)))  # type: ignore[misc]
+        for name in "ab"
+    ]
+    times = timing.measure(variants, device=torch.device("cpu"), rounds=4, warmups=2, group=None)
+    assert seen[:4] == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
+    assert len(seen) == 12
+    assert all(took.n == 4 for took in times.values())
+
+
+def test_sustained_calls_go_on_for_the_time_asked() -> None:
+    calls = []
+    variant = timing.Variant("a", lambda index: index, calls.append)
+    ms, number = timing.sustain(variant, device=torch.device("cpu"), seconds=0.05, group=None)
+    assert number == len(calls)
+    assert number % 10 == 0
+    assert ms >= 0
