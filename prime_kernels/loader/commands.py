@@ -217,6 +217,12 @@ def list_(args: argparse.Namespace, at: Installation | None = None) -> int:
     return OK
 
 
+def _tried(steps: list[Decision]) -> list[Decision]:
+    """The steps up to the one that was taken."""
+    taken = next((at for at, step in enumerate(steps, 1) if isinstance(step, Accepted)), len(steps))
+    return steps[:taken]
+
+
 def explain(args: argparse.Namespace, at: Installation | None = None) -> int:
     """Show how a kernel is chosen, candidate by candidate.
 
@@ -236,7 +242,7 @@ def explain(args: argparse.Namespace, at: Installation | None = None) -> int:
         cc, driver = facts.cc, hostlib.host().driver_version()
     traces = _traces(at, args.kernel, cc, driver, problem)
     chosen = [found for steps in traces.values() if (found := select.first_accepted(steps))]
-    code, trace = _verdict(chosen, len(chosen)), [step for steps in traces.values() for step in steps]
+    code, trace = _verdict(chosen, len(chosen)), [step for steps in traces.values() for step in _tried(steps)]
     ends = [f"-> {found.key}: {found.where}" for found in chosen]
     if code == DEGRADED:
         ends.append("-> what NVRTC makes is compiled once; `prime-kernels warmup` does it ahead")

@@ -140,18 +140,14 @@ def read_unit(sources: Sources, key: str, folder: Path = FOLDER) -> Unit | None:
     return Unit(entry, source, ordered, options, src_fp, hdr_fp)
 
 
-def unbuildable(entry: SourceEntry, compiler: Nvrtc, target: Target, driver: int | None) -> CompileError | None:
+def unbuildable(compiler: Nvrtc, target: Target, driver: int | None) -> CompileError | None:
     """The error for a compiler whose cubin for `target` could not be made or not be loaded (E30), or None.
 
     Args:
-        entry: What is to be compiled.
         compiler: The NVRTC found.
         target: Target of the device.
         driver: CUDA version of the driver that is to load it; None if that is not known.
     """
-    if target not in entry.archs:
-        names = ", ".join(map(str, entry.archs))
-        return nvrtc.too_old(f"{entry.key} is written for {names}, not for {target}", compiler, target)
     reason = compiler.cannot_build(target)
     if reason is None and driver is not None and compiler.version[0] > driver // 1000:
         reason = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the build wrote down: pack headers, MANIFEST.json and ENTRIES.json as frozen values. Pure, and strict."""
+"""What the build wrote down (pack headers, MANIFEST.json, ENTRIES.json) as frozen values. Pure, and strict."""
 
 from __future__ import annotations
 
@@ -147,13 +147,13 @@ class Entry:
         symbol: Name of the kernel in the cubin.
         arch: Target.
         cubin_sha256: Of the uncompressed bytes.
-        raw_bytes: Uncompressed size.
+        raw_bytes: Their number.
         off: Start of the compressed frame, from the end of the pack's header.
         len: Compressed size.
         toolkit: Version of the assembler.
         min_driver: Oldest driver, as cuDriverGetVersion reports it.
         regs: Registers per thread.
-        threads: Threads per CTA.
+        threads: Per CTA.
         smem_bytes: Dynamic shared memory per CTA.
         cluster: CTAs per cluster.
         args_bytes: Size of the argument struct; 0 if not known.
@@ -162,7 +162,7 @@ class Entry:
         protocol: Version of the peer buffers and flags.
         src_fp: Hash of the sources.
         facts: What a caller's choice of a variant looks at.
-        status: "supported" (numerics and speed measured on this target) or "compiled" (built, never run).
+        status: "supported" (measured on this target) or "compiled" (built, never run).
     """
 
     key: str
@@ -305,7 +305,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class SourceEntry:
-    """What the just-in-time compiler needs for one key: file, symbol, targets, and the layout it must come out with."""
+    """What the compiler needs for one key: file, symbol, targets, and the layout that must come out."""
 
     key: str
     file: str
@@ -314,6 +314,7 @@ class SourceEntry:
     supported: tuple[Target, ...]
     args_hash: str
     args: tuple[ArgField, ...]
+    src_fp: str
     facts: Mapping[str, Any]
 
 
@@ -344,6 +345,7 @@ def parse_sources(data: bytes, where: str) -> Sources:
             supported=tuple(_target(arch, where) for arch in _take(row, "supported", list, where, [])),
             args_hash=_text(row, "args_hash", _HEX16, where),
             args=_args(row, 0, where),
+            src_fp=_text(row, "src_fp", _HEX64, where),
             facts=_facts(row, where),
         )
     options = tuple(str(option) for option in _take(found, "options", list, where))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from prime_kernels.errors import BackendUnavailable, PrimeKernelsError
+from prime_kernels.errors import ArtifactError, BackendUnavailable, PrimeKernelsError
 from prime_kernels.loader import arch, jit, meta, nvrtc, select
 from prime_kernels.loader.packs import FOLDER as PACKS_FOLDER
 from prime_kernels.loader.packs import open_installed
@@ -125,6 +125,19 @@ def read_entry(pack: Pack, row: Entry) -> tuple[bytes, Spec]:
     return data, meta.make_spec(data, **common, args_hash=row.args_hash, origin=pack.name)
 
 
+def _check_sources(pack: Pack, row: Entry, at: Installation) -> None:
+    """Refuse a pack that was built from other sources than those beside it: one of the two is stale."""
+    source = at.sources.entries.get(row.key) if at.sources is not None else None
+    if source is not None and source.src_fp != row.src_fp:
+        raise ArtifactError(
+            f"{row.key} in pack {pack.name} was built from sources {row.src_fp[:12]}, "
+            f"{at.sources_folder} holds {source.src_fp[:12]}: two builds are mixed.",
+            code="E11",
+            facts={"key": row.key, "pack": str(pack.path), "sources": str(at.sources_folder)},
+            remedy="Reinstall prime-kernels; in a source tree run `python -m build_tools.stage` after building packs.",
+        )
+
+
 def resolve(
     key: str, cc: tuple[int, int], driver: int, at: Installation, *, build: bool = True
 ) -> tuple[tuple[bytes, Spec] | None, list[Decision]]:
@@ -149,11 +162,16 @@ def resolve(
     chosen = select.first_accepted(trace)
     if chosen is not None and chosen.entry is not None:
         pack = next(p for p in at.packs if p.name == chosen.where)
+        _check_sources(pack, chosen.entry, at)
         return read_entry(pack, chosen.entry), trace
     target = arch.default_target(cc)
     unit = jit.read_unit(at.sources, key, at.sources_folder) if at.sources is not None else None
     if unit is None or target is None:
         trace.append(Rejected("jit", key, "no sources of this kernel are installed"))
+        raise not_found(key, cc, trace)
+    if target not in unit.entry.archs:
+        names = ", ".join(map(str, unit.entry.archs))
+        trace.append(Rejected("jit", key, f"written for {names}, not for {target}"))
         raise not_found(key, cc, trace)
     hit = _cached(unit, target, driver, at)
     if hit is not None:
@@ -173,7 +191,7 @@ def _compile(
         shipped = [name for pack in at.packs for name in pack.header.entries]
         problem = jit.switched_off(key, target, mode, shipped)
     else:
-        problem = jit.unbuildable(unit.entry, compiler, target, driver) if compiler else nvrtc.missing(tried)
+        problem = jit.unbuildable(compiler, target, driver) if compiler else nvrtc.missing(tried)
     if problem is not None or compiler is None:
         error = problem or nvrtc.missing(tried)
         trace.append(Rejected("jit", key, error.message))

@@ -99,14 +99,17 @@ def keys_for(kernel: str, facts: Mapping[str, Mapping[str, Any]], problem: Probl
     return found
 
 
-def _pack_reason(pack: PackHeader, targets: tuple[Target, ...], driver: int, forced: str | None) -> str | None:
-    if pack.arch not in targets:
-        return f"{pack.arch} cubins do not run here; need {' or '.join(map(str, targets))}"
-    if forced is not None:
-        # Asked for by name: try it even on an older driver, which then says what it thinks of it.
-        return None if pack.set == forced else f"PRIME_KERNELS_PACK={forced}"
-    if driver < pack.min_driver:
-        return f"driver is for CUDA {version_text(driver)}, needs {version_text(pack.min_driver)}"
+def _pack_reason(pack: PackHeader, key: str, driver: int, forced: str | None) -> str | None:
+    """Why a pack for the right target does not give a kernel, or None."""
+    if forced is not None and pack.set != forced:
+        return f"PRIME_KERNELS_PACK={forced}"
+    entry = pack.entries.get(key)
+    if entry is None:
+        return "not in this pack"
+    needed = max(pack.min_driver, entry.min_driver)
+    # Asked for by name: try it even on an older driver, which then says what it thinks of it.
+    if driver < needed and forced is None:
+        return f"driver is for CUDA {version_text(driver)}, needs {version_text(needed)}"
     return None
 
 
@@ -123,25 +126,20 @@ def choose(
         forced: Value of PRIME_KERNELS_PACK.
 
     Returns:
-        A decision per pack, best first: by target in the device's order of preference, then by newest toolkit. The
-        first `Accepted` is the choice.
+        A decision per pack that is for the device, best first: by target in its order of preference, then by newest
+        toolkit; then one for all packs of other GPUs. The first `Accepted` is the choice.
     """
-    targets = arch.targets_for(cc)
-
-    def rank(pack: PackHeader) -> tuple[int, int, str]:
-        place = targets.index(pack.arch) if pack.arch in targets else len(targets)
-        return place, -pack.min_driver, str(pack.arch)
-
+    targets, packs = arch.targets_for(cc), list(packs)
+    ours = [pack for pack in packs if pack.arch in targets]
     decisions: list[Decision] = []
-    for pack in sorted(packs, key=rank):
-        where = f"{pack.set}/{pack.arch}"
-        reason = _pack_reason(pack, targets, driver, forced)
-        entry = pack.entries.get(key)
-        if reason is None and entry is None:
-            reason = "not in this pack"
-        if reason is None and entry is not None and forced is None and driver < entry.min_driver:
-            reason = f"driver is for CUDA {version_text(driver)}, needs {version_text(entry.min_driver)}"
-        decisions.append(Rejected(where, key, reason) if reason is not None else Accepted(where, key, entry))
+    for pack in sorted(ours, key=lambda pack: (targets.index(pack.arch), -pack.min_driver)):
+        where, reason = f"{pack.set}/{pack.arch}", _pack_reason(pack, key, driver, forced)
+        accepted = Accepted(where, key, pack.entries.get(key))
+        decisions.append(accepted if reason is None else Rejected(where, key, reason))
+    others = sorted({str(pack.arch) for pack in packs if pack not in ours})
+    if others:
+        need = " or ".join(map(str, targets)) or f"a target of sm_{cc[0]}{cc[1]}"
+        decisions.append(Rejected("other packs", key, f"for {', '.join(others)}, need {need}"))
     return decisions
 
 

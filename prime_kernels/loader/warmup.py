@@ -111,7 +111,7 @@ def build(key: str, target: Target, at: Installation) -> str:
     compiler, tried = nvrtc.find(at.settings.nvrtc)
     if compiler is None:
         raise nvrtc.missing(tried)
-    problem = jit.unbuildable(unit.entry, compiler, target, None)
+    problem = jit.unbuildable(compiler, target, None)
     if problem is not None:
         raise problem
     chosen = compiler

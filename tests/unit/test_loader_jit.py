@@ -81,10 +81,9 @@ def test_a_library_that_is_no_nvrtc_is_skipped_with_the_reason(tmp_path: Path) -
     ],
 )
 def test_a_compiler_that_does_not_know_the_target_is_refused(
-    version: tuple[int, int], archs: tuple[int, ...], target: str, word: str, tmp_path: Path
+    version: tuple[int, int], archs: tuple[int, ...], target: str, word: str
 ) -> None:
-    entry = unit_of(tmp_path, archs=["sm_90a", "sm_100a", "sm_100f", "sm_103a"]).entry
-    error = jit.unbuildable(entry, fake_nvrtc(version, archs), parse(target), 13000)
+    error = jit.unbuildable(fake_nvrtc(version, archs), parse(target), 13000)
     assert error is not None
     assert error.code == "E30"
     assert word in str(error)
@@ -92,20 +91,20 @@ def test_a_compiler_that_does_not_know_the_target_is_refused(
     assert error.remedy
 
 
-def test_a_compiler_of_a_newer_major_than_the_driver_is_refused(tmp_path: Path) -> None:
-    entry = unit_of(tmp_path).entry
-    error = jit.unbuildable(entry, fake_nvrtc(), parse("sm_90a"), 12090)
+def test_a_compiler_of_a_newer_major_than_the_driver_is_refused() -> None:
+    error = jit.unbuildable(fake_nvrtc(), parse("sm_90a"), 12090)
     assert error is not None
     assert "a driver for CUDA 12.9 does not load" in str(error)
-    assert jit.unbuildable(entry, fake_nvrtc(), parse("sm_90a"), 13000) is None
-    assert jit.unbuildable(entry, fake_nvrtc((12, 9)), parse("sm_90a"), 13000) is None
-    assert jit.unbuildable(entry, fake_nvrtc(), parse("sm_90a"), None) is None
+    assert jit.unbuildable(fake_nvrtc(), parse("sm_90a"), 13000) is None
+    assert jit.unbuildable(fake_nvrtc((12, 9)), parse("sm_90a"), 13000) is None
+    assert jit.unbuildable(fake_nvrtc(), parse("sm_90a"), None) is None
 
 
-def test_a_target_the_kernel_is_not_written_for_is_refused(tmp_path: Path) -> None:
-    error = jit.unbuildable(unit_of(tmp_path, archs=["sm_90a"]).entry, fake_nvrtc(), parse("sm_100a"), None)
-    assert error is not None
-    assert "is written for sm_90a, not for sm_100a" in str(error)
+def test_a_target_the_kernel_is_not_written_for_is_told_as_such(tmp_path: Path) -> None:
+    made.write_sources(tmp_path / "src", archs=["sm_90a"])
+    with pytest.raises(BackendUnavailable, match="written for sm_90a, not for sm_100a") as caught:
+        resolve.resolve(KEY, (10, 0), 13000, made.installation(tmp_path, sources=False))
+    assert caught.value.code == "E09"
 
 
 # --- what is compiled, and its name
@@ -152,6 +151,18 @@ def test_a_missing_source_is_a_damaged_installation(tmp_path: Path) -> None:
 
 
 # --- policy
+
+
+def test_a_pack_built_from_other_sources_than_those_beside_it_is_refused(tmp_path: Path) -> None:
+    at = made.installation(tmp_path, sources=False)
+    made.write_sources(tmp_path / "src", key=made.KEY, src_fp="1" * 64)
+    at = made.installation(tmp_path, sources=False)
+    with pytest.raises(ArtifactError) as caught:
+        resolve.resolve(made.KEY, H200, 13000, at)
+    assert caught.value.code == "E11"
+    assert "two builds are mixed" in str(caught.value)
+    assert caught.value.facts["sources"] == str(tmp_path / "src")
+    assert "build_tools.stage" in (caught.value.remedy or "")
 
 
 def test_without_sources_the_error_is_the_whole_trace(tmp_path: Path) -> None:
