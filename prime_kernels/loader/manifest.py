@@ -258,7 +258,7 @@ def parse_header(data: bytes, where: str) -> PackHeader:
 
 @dataclass(frozen=True, slots=True)
 class PackRecord:
-    """One line of MANIFEST.json: where a pack is, its digest and size, and what it needs."""
+    """One line of MANIFEST.json: a pack's place, digest, size and needs."""
 
     path: str
     sha256: str
@@ -320,7 +320,7 @@ class SourceEntry:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """ENTRIES.json: compiler options, and what can be compiled, by key."""
+    """ENTRIES.json: compiler options, and entries by key."""
 
     options: tuple[str, ...]
     entries: dict[str, SourceEntry]

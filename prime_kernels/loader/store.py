@@ -11,6 +11,7 @@ import errno
 import hashlib
 import logging
 import os
+import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,6 +23,7 @@ from prime_kernels.loader.entry import CacheKey
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import Any
 
     from prime_kernels.loader.places import Place
     from prime_kernels.settings import Settings
@@ -77,6 +79,7 @@ class Store:
     _root: int | None = None
     _tried: int = 0  # 1: existing directories only, 2: with making one
     _write_off: bool = False
+    _lock: Any = field(default_factory=threading.Lock)  # threads that load different kernels share a store
 
     def open(self, *, create: bool = False) -> int | None:
         """Choose a directory and open it.
@@ -87,6 +90,10 @@ class Store:
         Returns:
             Its descriptor; None if every candidate was refused, or if it is missing and not made.
         """
+        with self._lock:
+            return self._choose(create)
+
+    def _choose(self, create: bool) -> int | None:
         # A directory that was only missing may have been made by another process since; a refusal stands.
         if self._root is not None or (self.place is None and self._tried >= 1 + create):
             return self._root
