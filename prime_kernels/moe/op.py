@@ -123,13 +123,19 @@ def _eager(
     prepared = () if options.prepared is None else options.prepared.tensors
     save = options.save or runtime.config.save
     call = Call(runtime, save, prepared, options.wgrad == "main_grad")
-    if not _differentiable(x, topk_weights, gate_up, up, w_down):
-        result = run_forward(x, topk_ids, topk_weights, gate_up, up, w_down, call._replace(save="inputs"))
-        return result[0], result[2], result[3]
-    if runtime.config.wgrad_dtype is not None and not call.main_grad:
-        accept_grad_dtype((gate_up, up, w_down), runtime.config.wgrad_dtype)
-    outputs: tuple[Tensor, ...] = MegaMoEFunction.apply(x, topk_ids, topk_weights, gate_up, up, w_down, call)  # type: ignore[no-untyped-call]
-    return outputs
+    runtime.vouched = x
+    try:
+        if not _differentiable(x, topk_weights, gate_up, up, w_down):
+            result = run_forward(x, topk_ids, topk_weights, gate_up, up, w_down, call._replace(save="inputs"))
+            return result[0], result[2], result[3]
+        if runtime.config.wgrad_dtype is not None and not call.main_grad:
+            accept_grad_dtype((gate_up, up, w_down), runtime.config.wgrad_dtype)
+        outputs: tuple[Tensor, ...] = MegaMoEFunction.apply(  # type: ignore[no-untyped-call]
+            x, topk_ids, topk_weights, gate_up, up, w_down, call
+        )
+        return outputs
+    finally:
+        runtime.vouched = None
 
 
 def _traced(

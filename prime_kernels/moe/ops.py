@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from prime_kernels.errors import UnsupportedConfig
-from prime_kernels.moe.backend import ForwardResult, Needs
+from prime_kernels.moe.backend import BackwardResult, ForwardResult, Needs
 from prime_kernels.moe.checks import check_call, check_ids
 from prime_kernels.moe.handles import lookup, require_generation
 from prime_kernels.moe.recipe import prepare_tensors
@@ -71,17 +71,21 @@ def _run_forward(
     save: str,
 ) -> ForwardResult:
     runtime = lookup(runtime_id)
-    with runtime.call("forward"):
-        check_call(runtime, x, topk_ids, topk_weights, w_gate_up, w_up, w_down)
+    weights = _weights(w_gate_up, w_up)
+
+    def work() -> ForwardResult:
+        if runtime.vouched is not x:
+            check_call(runtime, x, topk_ids, topk_weights, w_gate_up, w_up, w_down)
         if runtime.checks_ids:
             check_ids(runtime, topk_ids)
         if prepared:
             # A host scalar among the tensors, so that a compiled graph neither bakes it in nor recompiles per step.
             require_generation(int(prepared[-1]), runtime)
-        weights = _weights(w_gate_up, w_up)
-        result = runtime.implementation.forward(
+        return runtime.implementation.forward(
             runtime, x, topk_ids, topk_weights, weights, w_down, save=save, **_prepared(prepared)
         )
+
+    result = runtime.run("forward", work)
     runtime.forwards += 1
     return result
 
@@ -111,8 +115,9 @@ def _backward(
     wgrad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
     runtime = lookup(runtime_id)
-    with runtime.call("backward"):
-        result = runtime.implementation.backward(
+
+    def work() -> BackwardResult:
+        return runtime.implementation.backward(
             runtime,
             dy.contiguous(),  # autograd hands out expanded gradients, e.g. of a sum
             x,
@@ -126,6 +131,8 @@ def _backward(
             wgrad_dtype=wgrad_dtype,
             **_prepared(prepared),
         )
+
+    result = runtime.run("backward", work)
     runtime.backwards += 1
     dw_gate_up, dw_up = result.dw_gate_up, None
     if isinstance(dw_gate_up, tuple):

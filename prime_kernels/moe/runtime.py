@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,14 +19,17 @@ from prime_kernels.moe.placement import device_of, memory_error, process_group
 from prime_kernels.moe.plan import MemoryPlan, plan_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
+    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from prime_kernels.moe.backend import Backend
     from prime_kernels.moe.config import MegaMoEConfig
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class MegaMoERuntime:
         self.backwards = 0
         self.channel: PeerChannel | None = None
         self.stream: int | None = None
+        # Tokens of the eager call in progress, whose tensors were checked; ops that get others check for themselves.
+        self.vouched: Tensor | None = None
         self._failure: PrimeKernelsError | None = None
         self._closed = False
 
@@ -138,18 +142,16 @@ class MegaMoERuntime:
         if self._failure is not None:
             raise self._failure
 
-    @contextlib.contextmanager
-    def call(self, phase: str) -> Iterator[None]:
+    def run(self, phase: str, work: Callable[[], _T]) -> _T:
         """One forward or backward: refused when closed; at ep_size > 1 an error in it is told to the peers."""
         self.require_open()
         if self.device.type == "cuda":
             self._note_stream()
+        if self.channel is None:
+            return work()
         try:
-            if self.channel is None:
-                yield
-            else:
-                with self.channel.guard(phase):
-                    yield
+            with self.channel.guard(phase):
+                return work()
         except PeerTimeout as error:
             self.record_failure(error)
             raise
