@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import prime_kernels
+from build_tools.tomlfile import read_toml
 from prime_kernels import cli, errors, settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +60,29 @@ def test_the_readme_names_every_verb_variable_and_make_target_it_should() -> Non
     assert set(
         re.findall(r"(?:^|`)make ([a-z]+)\b", README + (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     ) <= set(targets)
+
+
+FORWARD_OPS = {"dispatch", "gate_up", "down", "combine"}
+BACKWARD_OPS = {"replay", "dispatch", "down_grad", "gate_up_grad", "wgrad", "combine"}
+
+
+def state_of(arch: str, ops: set[str]) -> str:
+    """The word for one direction of the fused layer: that of its least advanced kernel."""
+    rows = [v for v in read_toml(ROOT / "build_tools" / "variants.toml")["variant"] if v["facts"].get("op") in ops]
+    rows = [row for row in rows if row["facts"].get("family") == "mega_moe"]
+    built = [row for row in rows if arch in row["archs"]]
+    if {row["facts"]["op"] for row in built} < ops:
+        return "absent"
+    return "supported" if all(arch in row["supported"] for row in built) else "compiled"
+
+
+@pytest.mark.parametrize(("row", "archs"), [("bf16 | one GPU", ["sm_90a"]), ("any | one GPU", ["sm_100a", "sm_103a"])])
+def test_the_support_table_says_what_the_variants_say(row: str, archs: list[str]) -> None:
+    (line,) = [line for line in README.splitlines() if line.startswith("| `cuda`") and row in line and archs[0] in line]
+    words = [cell.strip() for cell in line.strip("|").split("|")][-2:]
+    for arch in archs:
+        assert arch in line
+        assert words == [state_of(arch, FORWARD_OPS), state_of(arch, BACKWARD_OPS)]
 
 
 def test_every_error_class_is_in_the_layer_page() -> None:
