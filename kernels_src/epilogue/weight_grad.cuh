@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// epilogue/weight_grad.cuh: writes a tile of a weight gradient, bf16 or fp32.
+// epilogue/weight_grad.cuh: writes a tile of a weight gradient, bf16 or fp32, or adds it to what is
+// there (fp32).
 //
 // Layer:      epilogue. Op::output names the tensor map and the place of a tile.
+//
+// Numerics:   an element has one owner, so adding is one fp32 addition in memory: the same bits as
+//             adding the overwritten gradient afterwards.
 #pragma once
 #include "../layout/gemm_smem.cuh"
 #include "../mma/policy.cuh"
@@ -19,8 +23,9 @@ struct WeightOut {
     i32 expert;
 };
 
-template <class Op, bool kFp32>
+template <class Op, bool kFp32, bool kAdd = false>
 struct WeightGrad {
+    static_assert(kFp32 || !kAdd, "adding rounded gradients would round twice");
     static constexpr u32 kColumns = kFp32 ? 32 : 64;  // of one slab
 
     SlabPair slabs;
@@ -43,8 +48,12 @@ struct WeightGrad {
                 put64(slab, seat, acc + block * 32);
             publish(seat);
             if (seat.leader) {
-                if (column < out.columns)
-                    ptx::tma_store_3d(out.map, slab, column, out.row, out.expert);
+                if (column < out.columns) {
+                    if constexpr (kAdd)
+                        ptx::tma_add_3d(out.map, slab, column, out.row, out.expert);
+                    else
+                        ptx::tma_store_3d(out.map, slab, column, out.row, out.expert);
+                }
                 ptx::bulk_commit();
             }
         }

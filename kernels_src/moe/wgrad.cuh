@@ -6,8 +6,9 @@
 //
 // Invariants: one CTA owns an output tile and adds all rows of the expert in pool order, fp32 in
 // registers: the same bits on
-//             every run. An expert without rows gets exact zeros. Rows between an expert's last and
-//             the next multiple of 64 are zero in all four operands.
+//             every run. An expert without rows gets exact zeros, or is left alone when adding.
+//             Rows between an expert's last and the next multiple of 64 are zero in all four
+//             operands.
 #pragma once
 #include "../epilogue/weight_grad.cuh"
 #include "../mma/sm90.cuh"
@@ -16,13 +17,14 @@
 
 namespace prime::moe {
 
-template <bool kFp32>
+// kAdd: adds to the gradients instead of overwriting them.
+template <bool kFp32, bool kAdd = false>
 struct Wgrad {
     using Args = WgradArgs;
     using Tile = pipeline::Tile;
     using Smem = layout::GemmSmem<4, 2>;
     using Mma = mma::Hopper;
-    using Epilogue = epilogue::WeightGrad<Wgrad, kFp32>;
+    using Epilogue = epilogue::WeightGrad<Wgrad, kFp32, kAdd>;
     static constexpr u32 kStages = 4;
     static constexpr bool kMnMajorA = true;
     static constexpr bool kMnMajorB = true;
@@ -93,6 +95,7 @@ struct Wgrad {
 
     PK_DEVICE static bool has_rows(const Args& args, const Tile& t, u32 warpgroup) {
         const u32 rows = is_down(t) ? args.hidden : args.intermediate;
+        if (kAdd && t.k_steps == 0) return false;
         return t.valid && output(args, t, warpgroup).row < static_cast<i32>(rows);
     }
 

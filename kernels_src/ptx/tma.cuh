@@ -78,6 +78,16 @@ PK_DEVICE void tma_store_3d(const TensorMap* map, u32 src, i32 c0, i32 c1, i32 c
         : "memory");
 }
 
+// Adds the box to memory instead of overwriting it: one atomic addition per element, rounded to
+// nearest. Belongs to the same groups as the stores.
+PK_DEVICE void tma_add_3d(const TensorMap* map, u32 src, i32 c0, i32 c1, i32 c2) {
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], "
+        "[%1];" ::"l"(map),
+        "r"(src), "r"(c0), "r"(c1), "r"(c2)
+        : "memory");
+}
+
 PK_DEVICE void tma_store_4d(const TensorMap* map, u32 src, i32 c0, i32 c1, i32 c2, i32 c3) {
     asm volatile(
         "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
