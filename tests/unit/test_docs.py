@@ -71,7 +71,7 @@ def state_of(arch: str, ops: set[str]) -> str:
     rows = [v for v in read_toml(ROOT / "build_tools" / "variants.toml")["variant"] if v["facts"].get("op") in ops]
     rows = [row for row in rows if row["facts"].get("family") == "mega_moe"]
     built = [row for row in rows if arch in row["archs"]]
-    if {row["facts"]["op"] for row in built} < ops:
+    if {row["facts"]["op"] for row in built} != ops:
         return "absent"
     return "supported" if all(arch in row["supported"] for row in built) else "compiled"
 
