@@ -19,20 +19,30 @@ _SLAB = 64  # rows of a box, and its columns in bf16
 
 
 class Matrices(NamedTuple):
-    """[batch, rows, cols] in memory: rows are contiguous, matrices `stride` bytes apart."""
+    """[batch, rows, cols] in memory: a row is contiguous, rows are `pitch` and matrices `stride` bytes apart."""
 
     address: int
     batch: int
     rows: int
     cols: int
     stride: int
+    pitch: int
 
 
 def matrices(tensor: Tensor) -> Matrices:
     """A contiguous [rows, cols] or [batch, rows, cols] tensor."""
     rows, cols = tensor.shape[-2:]
     batch = 1 if tensor.dim() == 2 else tensor.shape[0]
-    return Matrices(tensor.data_ptr(), batch, rows, cols, rows * cols * tensor.element_size())
+    pitch = cols * tensor.element_size()
+    return Matrices(tensor.data_ptr(), batch, rows, cols, rows * pitch, pitch)
+
+
+def strided(tensor: Tensor) -> Matrices:
+    """[rows, cols] or [batch, rows, cols], possibly a part of a larger tensor; strides of single rows say nothing."""
+    whole, size = matrices(tensor), tensor.element_size()
+    pitch = tensor.stride(-2) * size if whole.rows > 1 else whole.pitch
+    stride = tensor.stride(0) * size if whole.batch > 1 else whole.rows * pitch
+    return whole._replace(pitch=pitch, stride=stride)
 
 
 def halves(packed_or_gate: Tensor, up: Tensor | None) -> tuple[Matrices, Matrices]:
@@ -51,6 +61,11 @@ def rows(tensor: Tensor) -> Map:
     return tensor_map((cols, count), (cols * 2,), (_SLAB, _SLAB)), tensor.data_ptr()
 
 
+def strided_rows(m: Matrices) -> Map:
+    """`rows` of one matrix that may be a part of a larger one."""
+    return tensor_map((m.cols, m.rows), (m.pitch,), (_SLAB, _SLAB)), m.address
+
+
 def row_halves(pool: int, count: int, cols: int) -> Map:
     """[rows, 2, cols] bf16 at an address, one half of 64 rows at a time; columns past the end are cut."""
     return tensor_map((cols, 2, count), (cols * 2, cols * 4), (_SLAB, 1, _SLAB)), pool
@@ -59,16 +74,16 @@ def row_halves(pool: int, count: int, cols: int) -> Map:
 def reduce_cols(w: Matrices) -> Map:
     """Weights [expert, n, k] as a K-major B operand, 128 n at a time."""
     dims = (w.cols, w.rows, 1, w.batch)
-    return tensor_map(dims, (w.cols * 2, w.stride, w.stride), (64, 128, 1, 1)), w.address
+    return tensor_map(dims, (w.pitch, w.stride, w.stride), (64, 128, 1, 1)), w.address
 
 
 def reduce_rows(w: Matrices) -> Map:
     """[expert, k, n] as an MN-major operand, two blocks of 64 n at a time."""
     dims = (64, w.rows, w.cols // 64, w.batch)
-    return tensor_map(dims, (w.cols * 2, 128, w.stride), (64, 64, 2, 1)), w.address
+    return tensor_map(dims, (w.pitch, 128, w.stride), (64, 64, 2, 1)), w.address
 
 
 def gradient(w: Matrices, dtype: str) -> Map:
     """Weight gradients [expert, rows, cols], written in slabs of 64 rows x 128 bytes."""
     size = 4 if dtype == "f32" else 2
-    return tensor_map((w.cols, w.rows, w.batch), (w.cols * size, w.stride), (128 // size, 64, 1), dtype), w.address
+    return tensor_map((w.cols, w.rows, w.batch), (w.pitch, w.stride), (128 // size, 64, 1), dtype), w.address
