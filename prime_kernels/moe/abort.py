@@ -140,9 +140,9 @@ class PeerChannel:
         self._reported = error
         reason = f"{type(error).__name__}: {error}"
         fatal = self._in_call
+        self._board.post_stop(reason, final=fatal)
         if fatal:
             self.broken = f"this rank stopped in the middle of {phase} call {self._call}: {reason}"
-            self._board.post_stop(reason)  # for peers waiting for rows
         self._call += 1
         counts = torch.zeros(self.size, self._num_local_experts, dtype=torch.int64)
         headers = pack_headers(Header(self._call, phase, reason=reason, fatal=fatal), counts)

@@ -243,7 +243,7 @@ def _route(
         tuple(received.sum(0).tolist()),
         send_splits,
         recv_splits,
-        _arrival_order(received, num_recv).to(counts.device, non_blocking=True),
+        _arrival_order(received.to(counts.device), num_recv),
         flags,
         group,
         channel,
@@ -256,7 +256,8 @@ def _arrival_order(received: Tensor, num_recv: int) -> Tensor:
     starts = (ends - received).t().reshape(-1)
     lengths = received.t().reshape(-1)
     shift = starts - (lengths.cumsum(0) - lengths)
-    return torch.arange(num_recv) + torch.repeat_interleave(shift, lengths, output_size=num_recv)
+    places = torch.arange(num_recv, device=received.device)
+    return places + torch.repeat_interleave(shift, lengths, output_size=num_recv)
 
 
 def _exchange_counts(sent: Tensor, group: ProcessGroup | None, device: torch.device) -> Tensor:

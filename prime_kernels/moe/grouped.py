@@ -165,6 +165,18 @@ class GroupedBackend(Backend):
             dx if needs.x else None, dtopk_weights if needs.topk_weights else None, dw_gate_up, dw_down
         )
 
+    def warmup(self, runtime: RuntimeView, num_tokens: tuple[int, ...]) -> None:
+        """Compile the pointwise functions for the config's widths; row counts do not matter."""
+        config, rows = runtime.config, 4 * runtime.config.topk
+        x = torch.zeros(4, config.hidden, dtype=torch.bfloat16, device=runtime.device)
+        slots = torch.arange(rows, device=runtime.device)
+        weights = torch.zeros(4, config.topk, device=runtime.device)
+        z = torch.zeros(rows, 2 * config.intermediate, dtype=x.dtype, device=runtime.device)
+        h = pointwise.activate(z, config.activation)
+        pointwise.activate_backward(z, h, weights.view(-1, 1), config.activation)
+        for factors in (weights, None):
+            pointwise.sum_slots(pointwise.gather(x, slots, config.topk), slots.view(4, -1), factors, x.dtype)
+
     def _engine(self, runtime: RuntimeView) -> GemmEngine:
         if runtime.config.engine == "torch":
             return TorchEngine()

@@ -27,19 +27,20 @@ class NoticeBoard:
         self._peers = [peer for peer in range(size) if peer != rank]
         self._store = store
 
-    def post_stop(self, reason: str) -> None:
-        """This rank left its call and does not come back."""
-        self._set(f"stop/{self.rank}", reason)
+    def post_stop(self, reason: str, *, final: bool = True) -> None:
+        """This rank leaves its call. `final`: and does not come back; else its last words, should its process end."""
+        self._set(f"{'stop' if final else 'words'}/{self.rank}", reason)
 
-    def stops(self, peers: Iterable[int] | None = None) -> dict[int, str]:
-        """Reason by peer of those that posted one."""
-        found = {peer: self._get(f"stop/{peer}") for peer in (self._peers if peers is None else peers)}
+    def stops(self, kind: str = "stop", peers: Iterable[int] | None = None) -> dict[int, str]:
+        """Reason by peer of those that posted one; by default of those that do not come back."""
+        found = {peer: self._get(f"{kind}/{peer}") for peer in (self._peers if peers is None else peers)}
         return {peer: reason for peer, reason in found.items() if reason is not None}
 
     def settled_stops(self, peers: Iterable[int] | None = None) -> dict[int, str]:
-        """`stops`, but waits up to a second for the first: a peer's reason may be on its way."""
+        """`stops`, or last words, of peers that are gone; waits up to a second, since theirs may be on its way."""
+        peers = None if peers is None else list(peers)
         deadline = time.monotonic() + _SETTLE_S
-        while not (found := self.stops(peers)) and time.monotonic() < deadline:
+        while not (found := self.stops("stop", peers) or self.stops("words", peers)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return found
 

@@ -110,6 +110,13 @@ def test_altered_ids_between_forward_and_backward_are_noticed() -> None:
             y.backward(batch.dy)
 
 
+def test_warm_up_needs_no_tokens_and_changes_nothing() -> None:
+    batch = make_batch(torch.float32)
+    with open_grouped(batch) as runtime:
+        runtime.warmup((0, 5))
+        check_results(run_layer(batch, runtime), dense(batch), BOUNDS[torch.float32])
+
+
 def test_quantised_recipes_are_refused_with_the_reason() -> None:
     with pytest.raises(UnsupportedConfig, match="computes in bf16"):
         open_grouped(make_batch(torch.bfloat16), precision="fp8", hidden=128)

@@ -26,7 +26,9 @@ def open_channel(timeout_s: float = 30.0) -> Any:
 
     group = dist.group.WORLD
     assert group is not None
-    return PeerChannel(group, num_local_experts=LOCAL_EXPERTS, timeout_s=timeout_s)
+    channel = PeerChannel(group, num_local_experts=LOCAL_EXPERTS, timeout_s=timeout_s)
+    dist.barrier()  # every rank is connected, so that one may end at once
+    return channel
 
 
 def start_call(channel: Any, phase: str = "forward") -> None:
@@ -186,6 +188,26 @@ def test_a_rank_whose_process_ends_is_named_at_once() -> None:
         assert isinstance(error, PeerAborted)
         assert error.facts["peer"] == BLAMED
         assert seconds < 5.0
+
+
+def raise_and_end(rank: int, world: int) -> Any:
+    channel = open_channel()
+    if rank == BLAMED:
+        with pytest.raises(ShapeError), channel.guard("forward"):
+            raise ShapeError("x is [9, 4]; need at most 8 rows.")
+        os._exit(1)
+    time.sleep(1.0)  # its process is gone before anybody asks
+    return error_of(start_call, channel)
+
+
+def test_the_reason_outlives_the_process_that_raised() -> None:
+    reports = run_ranks(WORLD, raise_and_end, may_die=(BLAMED,))
+    for rank in (0, 2):
+        error, seconds = reports[rank]
+        assert isinstance(error, PeerAborted)
+        assert error.facts["peer"] == BLAMED
+        assert "need at most 8 rows" in str(error)
+        assert seconds < 3.0
 
 
 def run_different_phases(rank: int, world: int) -> Any:

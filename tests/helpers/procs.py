@@ -109,6 +109,7 @@ def _rank_main(
         store = dist.FileStore(str(Path(folder) / "store"), world)
         limit = timedelta(seconds=60)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        dist.barrier()  # connections are complete; a rank may end at once
         report = (True, target(rank, world, *args))
     except BaseException:
         report = (False, traceback.format_exc())
