@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -23,6 +24,7 @@ _HOME = {
     "cuda": ("cuda", "CudaBackend"),
 }
 
+_CODE = re.compile(r"(.*) \[(E\d\d)\]", re.DOTALL)
 _log = logging.getLogger("prime_kernels")
 
 
@@ -70,6 +72,10 @@ def select_backend(config: MegaMoEConfig, *, ep_size: int, device: torch.device 
     import torch
 
     device = torch.device(device)
+    if str(device) == "cuda":
+        # A question about "cuda" must not be what initialises it.
+        started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        device = torch.device("cuda", torch.cuda.current_device() if started else 0)
     name = config.backend
     if name == "auto":
         name = "cuda" if device.type == "cuda" else "reference"
@@ -101,7 +107,10 @@ def _try(name: str, config: MegaMoEConfig, ep_size: int, device: torch.device) -
         return Choice(None, error)
     reason = backend.unavailable_reason(device, config)
     if reason is not None:
-        return Choice(None, BackendUnavailable(reason, facts=facts))
+        # The loader's reasons carry the code of its own error; it says more than this error's default.
+        found = _CODE.fullmatch(reason)
+        text, code = found.groups() if found else (reason, None)
+        return Choice(None, BackendUnavailable(text, code=code, facts=facts))
     reason = backend.unsupported_reason(config, ep_size=ep_size, device=device)
     if reason is not None:
         return Choice(None, UnsupportedConfig(reason, facts=facts))

@@ -64,6 +64,21 @@ def test_the_fused_backend_refuses_a_cpu():
         MegaMoERuntime.create(config_of(CASE, backend="cuda"), device="cpu")
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_the_loaders_reason_keeps_its_code(device, monkeypatch):
+    reason = "no NVIDIA driver library on this host. Install the driver. [E01]"
+    fused = type(backends.get_backend("cuda"))
+    asked = []
+    monkeypatch.setattr(fused, "unavailable_reason", lambda self, device, config: asked.append(device) or reason)
+    config = config_of(CASE, backend="auto")
+    with pytest.raises(BackendUnavailable) as caught:
+        MegaMoERuntime.create(config, device=device)
+    assert str(caught.value) == reason
+    assert caught.value.code == "E01"
+    assert unsupported_reason(config, device=device) == reason
+    assert asked == [torch.device("cuda", 0)] * 2
+
+
 def test_reasons_are_pure_and_equal_what_create_raises():
     config = config_of(CASE)
     assert unsupported_reason(config) is None
