@@ -144,7 +144,7 @@ class PeerChannel:
         if fatal:
             self.broken = f"this rank stopped in the middle of {phase} call {self._call}: {reason}"
         self._call += 1
-        counts = torch.zeros(self.size, self._num_local_experts, dtype=torch.int64)
+        counts = torch.zeros(self.size, self._num_local_experts, dtype=torch.int64, device="cpu")
         headers = pack_headers(Header(self._call, phase, reason=reason, fatal=fatal), counts)
         # gloo sends from these buffers when peers arrive; `_posted` keeps them until an exchange succeeds.
         self._post(headers, headers.clone())

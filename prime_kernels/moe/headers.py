@@ -66,8 +66,8 @@ def pack_headers(header: Header, counts: Tensor) -> Tensor:
         int(header.fatal),
         0,
     ]
-    packed = torch.tensor(list(text.ljust(_REASON_WORDS * 8, b"\0")), dtype=torch.uint8).view(torch.int64)
-    head = torch.cat([torch.tensor(fixed), packed])
+    packed = torch.tensor(list(text.ljust(_REASON_WORDS * 8, b"\0")), dtype=torch.uint8, device="cpu").view(torch.int64)
+    head = torch.cat([torch.tensor(fixed, device="cpu"), packed])
     return torch.cat([head.expand(counts.shape[0], -1), counts], dim=1)
 
 

@@ -144,7 +144,7 @@ def _backward(
 def _prepare(w_gate_up: Tensor, w_up: Tensor | None, w_down: Tensor, runtime_id: int) -> list[Tensor]:
     runtime = lookup(runtime_id)
     tensors = prepare_tensors(runtime.config.precision, _weights(w_gate_up, w_up), w_down)
-    return [*tensors, torch.tensor(runtime.weight_generation)]
+    return [*tensors, torch.tensor(runtime.weight_generation, device="cpu")]
 
 
 def _fake_outputs(runtime: MegaMoERuntime, x: Tensor) -> tuple[Tensor, ...]:

@@ -147,6 +147,13 @@ class MegaMoERuntime:
         self.require_open()
         if self.device.type == "cuda":
             self._note_stream()
+        if torch.is_autocast_enabled(self.device.type):
+            # Autocast would reach the GEMMs of the unfused backends and change the recipe behind the config's back.
+            with torch.autocast(self.device.type, enabled=False):
+                return self._run(phase, work)
+        return self._run(phase, work)
+
+    def _run(self, phase: str, work: Callable[[], _T]) -> _T:
         if self.channel is None:
             return work()
         try:
@@ -220,7 +227,7 @@ class MegaMoERuntime:
         self.require_open()
         self.implementation.warmup(self, tuple(tokens))
         if self.channel is not None:
-            nothing = torch.zeros(self.ep_size, self.num_local_experts, dtype=torch.int64)
+            nothing = torch.zeros(self.ep_size, self.num_local_experts, dtype=torch.int64, device="cpu")
             with self.channel.guard("warmup"):
                 self.channel.exchange(nothing, phase="warmup")
 

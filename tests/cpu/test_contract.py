@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from prime_kernels import mega_moe
 from prime_kernels.errors import UnsupportedConfig
@@ -273,3 +275,38 @@ def test_many_reruns_are_bitwise_equal():
         first = run(case, runtime)
         for _ in range(30):
             assert_same_bits(run(case, runtime), first)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_autocast_and_default_devices_do_not_reach_into_the_layer(precision):
+    case = quantizable_case(dtype=torch.float32 if precision == "bf16" else torch.bfloat16)
+    with open_runtime(case, precision=precision) as runtime:
+        expected = run(case, runtime)
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert (case.x.float() @ case.x.float().t()).dtype == torch.bfloat16, "autocast is on"
+                assert_same_bits(run(case, runtime), expected)
+            with torch.device("meta"):
+                assert torch.zeros(1).is_meta
+                assert_same_bits(run(case, runtime), expected)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    experts=st.integers(1, 9),
+    topk=st.integers(1, 5),
+    tokens=st.integers(0, 40),
+    seed=st.integers(0, 2**16),
+    skipped=st.sampled_from([0.0, 0.3, 0.9]),
+    hot=st.booleans(),
+)
+def test_any_routing_matches_the_oracle(experts, topk, tokens, seed, skipped, hot):
+    case = make_case(tokens=tokens, intermediate=64, experts=max(experts, topk), topk=topk, dtype=torch.float32)
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 1 if hot else experts, (tokens, topk), generator=g)
+    ids[torch.rand(tokens, topk, generator=g) < skipped] = -1
+    case = case.change(topk_ids=ids, topk_weights=torch.randn(tokens, topk, generator=g))
+    with open_runtime(case) as runtime:
+        actual, expected = run(case, runtime), dense_oracle(case)
+    assert max(worst_errors(actual, expected).values()) <= 2e-5
+    assert float(actual.dtopk_weights[ids < 0].abs().sum()) == 0
