@@ -79,6 +79,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmups", type=int, default=5)
     parser.add_argument("--sustain", type=float, default=3.0, metavar="SECONDS", help="0: skip")
     parser.add_argument("--no-baseline", action="store_true", help="time the target alone; records carry no ratio")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N longest kernels of every arm")
     parser.add_argument("--record", action="store_true", help="append records; needs a fitting build/stamp.json")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the records")
     args = parser.parse_args(argv)
@@ -251,23 +252,68 @@ def run_op(
             f"  {op:<17} {name:<22} {medians[name]:8.3f} ms  p10 {one.p10:.3f}  p90 {one.p90:.3f}"
             f"  {tflops(op, shape, rows, medians[name]):6.1f} TFLOP/s  host {one.host_us:.0f} us"
         )
-    baseline_ms = medians.get(RECIPE)
-    problem = "there is no baseline"
-    if baseline_ms is not None:
-        anchors = read_toml(HERE / "anchors.toml")
-        problem = records.ratio_problem(
-            anchors,
-            shape=shape.name,
-            ep=place.ep,
-            op=op,
-            tokens=tokens,
-            routing=args.routing,
-            baseline_ms=baseline_ms,
-        )
-    ratio = None if problem or baseline_ms is None else round(baseline_ms / medians[target.name], 3)
+    list_kernels(args, variants, place)
+    ratio, problem = judge_ratio(args, op, shape, tokens, place, medians, target.name)
     place.say(f"  {op:<17} {f'ratio {ratio}' if ratio else f'no ratio: {problem}'}")
     if sustained is not None:
         place.say(f"  {op:<17} sustained {sustained:.3f} ms at {clock} MHz, {power} W; dense {ceiling} TFLOP/s")
+    measured = {
+        "ratio": ratio,
+        "tflops": round(tflops(op, shape, rows, medians[target.name]), 1),
+        "rel_err": verdict.rel_err,
+        "peak_mib": peak_mib(variants[0], place),
+        "clock_mhz": clock,
+        "power_w": power,
+        "sustained_ms": None if sustained is None else round(sustained, 4),
+        "dense_tflops": ceiling,
+        "p10": round(place.slowest(took.p10), 4),
+        "p90": round(place.slowest(took.p90), 4),
+        "n": took.n,
+        "host_us": round(took.host_us, 1),
+    }
+    return {**configuration(args, op, shape, tokens, target, place), **compared(medians, target.name), **measured}
+
+
+def judge_ratio(
+    args: argparse.Namespace,
+    op: str,
+    shape: Shape,
+    tokens: int,
+    place: Place,
+    medians: dict[str, float],
+    target: str,
+) -> tuple[float | None, str | None]:
+    """(baseline / target, None), or (None, why it may not be recorded)."""
+    if RECIPE not in medians:
+        return None, "there is no baseline"
+    problem = records.ratio_problem(
+        read_toml(HERE / "anchors.toml"),
+        shape=shape.name,
+        ep=place.ep,
+        op=op,
+        tokens=tokens,
+        routing=args.routing,
+        baseline_ms=medians[RECIPE],
+    )
+    return (None, problem) if problem else (round(medians[RECIPE] / medians[target], 3), None)
+
+
+def compared(medians: dict[str, float], target: str) -> dict[str, Any]:
+    """Fields of a record that hold the medians of the arms."""
+    baseline_ms = round(medians[RECIPE], 4) if RECIPE in medians else None
+    fields = {
+        "ms": round(medians[target], 4),
+        "baseline": None if baseline_ms is None else RECIPE,
+        "baseline_ms": baseline_ms,
+    }
+    # With the fused backend the package's own unfused one ran beside it.
+    return fields | ({"grouped_ms": round(medians["grouped"], 4)} if "grouped" in {*medians} - {target} else {})
+
+
+def configuration(
+    args: argparse.Namespace, op: str, shape: Shape, tokens: int, target: Arm, place: Place
+) -> dict[str, Any]:
+    """Fields of a record that say what was measured."""
     return {
         "op": op,
         "shape": shape.name,
@@ -276,17 +322,7 @@ def run_op(
         "precision": args.precision,
         "routing": args.routing,
         "save": args.save,
-        "ms": round(medians[target.name], 4),
-        "p10": round(place.slowest(took.p10), 4),
-        "p90": round(place.slowest(took.p90), 4),
-        "baseline": None if baseline_ms is None else RECIPE,
-        "baseline_ms": None if baseline_ms is None else round(baseline_ms, 4),
-        "ratio": ratio,
-        "tflops": round(tflops(op, shape, rows, medians[target.name]), 1),
-        "rel_err": verdict.rel_err,
-        "peak_mib": peak_mib(variants[0], place),
         "cubin": getattr(getattr(target.runtime, "implementation", None), "cubin_digest", None),
-        "n": took.n,
         "backend": target.backend,
         "engine": target.engine,
         "ablation": None,
@@ -294,12 +330,16 @@ def run_op(
         "wgrad_dtype": args.wgrad_dtype,
         "reserve_sms": args.reserve_sms,
         "num_sms": args.num_sms,
-        "host_us": round(took.host_us, 1),
-        "clock_mhz": clock,
-        "power_w": power,
-        "sustained_ms": None if sustained is None else round(sustained, 4),
-        "dense_tflops": ceiling,
     }
+
+
+def list_kernels(args: argparse.Namespace, variants: list[timing.Variant], place: Place) -> None:
+    """Print where the device time of one call goes."""
+    for variant in variants if args.kernels else []:
+        rows = timing.kernel_times(variant, place.device)
+        place.say(f"    {variant.name}: {sum(us for _, us, _ in rows) / 1e3:.3f} ms on the device")
+        for name, us, count in rows[: args.kernels]:
+            place.say(f"      {us / 1e3:8.3f} ms {count:4d} x {name[:96]}")
 
 
 def sustain_target(

@@ -51,6 +51,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "virtual_ranks": (int,),
     "pacing_GBs": NUMBER,
+    "grouped_ms": NUMBER,
     "arm": (str,),
     "documents": (str,),
     "stock": (str,),

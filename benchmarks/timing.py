@@ -157,6 +157,24 @@ def sustain(
     return total_ms / calls, calls
 
 
+def kernel_times(variant: Variant, device: torch.device) -> list[tuple[str, float, int]]:
+    """(kernel or operator, microseconds on the device, calls) of one warm call's timed part, longest first."""
+    on_gpu = device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
+    variant.timed(variant.prepare(0))
+    prepared = variant.prepare(1)
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=activities) as profiler:
+        result = variant.timed(prepared)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    del result
+    field = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    rows = [(event.key, float(getattr(event, field)), int(event.count)) for event in profiler.key_averages()]
+    return sorted((row for row in rows if row[1] > 0), key=lambda row: -row[1])
+
+
 def _all_agree(going: bool, device: torch.device, group: dist.ProcessGroup | None) -> bool:
     if group is None:
         return going

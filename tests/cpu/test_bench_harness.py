@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import baselines, bench, numerics, timing
+from benchmarks import baselines, bench, numerics, records, timing
 
 PLACE = bench.Place(torch.device("cpu"), None, 0, 1)
 SHAPE = bench.read_shapes()["tiny"]
@@ -33,7 +33,16 @@ def arguments(*extra: str) -> Any:
 def test_target_and_baseline_are_checked_timed_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     found = bench.run_shape(arguments(), SHAPE, 48, PLACE)
     assert [record["op"] for record in found] == ["forward", "backward"]
+    rest = {
+        "gpu": "none",
+        "driver": None,
+        "torch": "2.9",
+        "commit": "0" * 40,
+        "dirty": True,
+        "time": "2026-11-29T00:00",
+    }
     for record in found:
+        assert records.schema_problems({**record, **rest}) == []
         assert record["n"] == 3
         assert 0 < record["p10"] <= record["ms"] <= record["p90"]
         assert set(record["rel_err"]) == {"y", "dx", "dtopk_weights", "dw_gate_up", "dw_down"}
@@ -120,6 +129,13 @@ def test_rounds_visit_every_input_set_and_order() -> None:
     assert seen[:4] == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
     assert len(seen) == 12
     assert all(took.n == 4 for took in times.values())
+
+
+def test_the_longest_operators_of_a_call_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    bench.run_shape(arguments("--kernels", "3"), SHAPE, 48, PLACE)
+    printed = capsys.readouterr().out
+    assert printed.count("ms on the device") == 4
+    assert "aten::" in printed
 
 
 def test_sustained_calls_go_on_for_the_time_asked() -> None:
