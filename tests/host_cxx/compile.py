@@ -48,8 +48,18 @@ def _sources() -> dict[str, bytes]:
     """What a program may include, by its path in the build: the kernels, this folder, the generated table."""
     found = {f"kernels/{p.relative_to(KERNELS).as_posix()}": p for p in sorted(KERNELS.rglob("*.cuh"))}
     found |= {p.relative_to(FOLDER).as_posix(): p for p in sorted(FOLDER.rglob("*.[hc][pu][ph]"))}
+    found |= {p.relative_to(FOLDER).as_posix(): p for p in sorted(FOLDER.rglob("*.cuh"))}
     texts = {name: path.read_bytes() for name, path in found.items() if not name.endswith(".cpp")}
     return texts | {"variants.hpp": variants_header().encode()}
+
+
+def _places(name: str) -> list[str]:
+    """Where a source is put. A simulated kernel is the kernel itself with sim/ptx in the place of ptx/."""
+    if name.startswith("sim/ptx/"):
+        return [f"simulated/{name.removeprefix('sim/')}"]
+    if name.startswith("kernels/") and not name.startswith("kernels/ptx/"):
+        return [name, f"simulated/{name.removeprefix('kernels/')}"]
+    return [name]
 
 
 def _digest(parts: list[bytes]) -> str:
@@ -68,8 +78,9 @@ def tree() -> Path:
         CACHE.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=CACHE, prefix="new-"))
         for name, content in sources.items():
-            (scratch / name).parent.mkdir(parents=True, exist_ok=True)
-            (scratch / name).write_bytes(content)
+            for place in _places(name):
+                (scratch / place).parent.mkdir(parents=True, exist_ok=True)
+                (scratch / place).write_bytes(content)
         try:
             scratch.rename(folder)
         except OSError:  # another process was first, with the same content
@@ -91,7 +102,8 @@ def build(program: str, *, compiler: str, extra: tuple[str, ...] = ()) -> Path:
     include = tree()
     source = FOLDER / f"{program}.cpp"
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    options = (*FLAGS, f"-I{include}", "-isystem", f"{include}/kernels", *extra)
+    kernels = "simulated" if b'"sim/' in source.read_bytes() else "kernels"
+    options = (*FLAGS, f"-I{include}", "-isystem", f"{include}/{kernels}", *extra)
     out = CACHE / f"{program}-{_digest([source.read_bytes(), version, *(o.encode() for o in options)])}"
     if not out.is_file():
         scratch = out.with_name(f"{out.name}.{os.getpid()}")

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+// sim/machine.hpp: a GPU for headers that need other threads: every simulated thread runs on a
+// stack of its own, one at a time, and gives way wherever it waits.
+//
+// Interleavings are random and repeatable: a seed decides which warps run in a round and when
+// copies that were started take place. When nothing can go on, the machine stalls: an error that
+// lists who waits for what, unless the test expects waits to run out of time.
+#pragma once
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "../check.hpp"
+
+namespace sim {
+
+using u8 = unsigned char;
+using u32 = unsigned;
+using u64 = unsigned long long;
+
+constexpr u32 kStackBytes = 64 * 1024;
+constexpr u32 kQuietRounds = 4096;           // of polling alone, before that is a stall
+constexpr u64 kStallNs = 100 * 1000 * 1000;  // what a stall adds to the clock
+
+struct Shape {
+    u32 grid, block, cluster, smem_bytes;
+};
+
+struct Thread {
+    jmp_buf place;
+    ucontext_t entry;
+    std::unique_ptr<u8[]> stack;
+    u32 cta, index;
+    std::function<bool()> ready;  // empty: can run
+    const char* where = "";
+    bool started = false, done = false, polling = false;
+
+    u32 lane() const { return index % 32; }
+};
+
+// A counter that threads wait on until it moves.
+struct Meeting {
+    u32 arrived = 0;
+    u32 generation = 0;
+};
+
+struct Warp {
+    u32 arrived = 0, mask = 0, generation = 0;
+    u32 active = 0, to_ask = 0;  // of __activemask
+    const char* what = nullptr;
+    u64 slots[2][32];
+};
+
+// Something that was started and takes place later: at a random time, or when it is waited for.
+struct Later {
+    std::function<void()> run;
+    bool done = false;
+
+    void finish() {
+        if (done) return;
+        done = true;
+        run();
+    }
+};
+
+class Machine;
+inline Machine* machine = nullptr;  // the one that runs
+
+class Machine {
+public:
+    explicit Machine(u64 seed) : random(seed) { machine = this; }
+
+    test::Random random;
+    Shape shape{};
+    bool stalls_allowed = false;
+    u64 now_ns = 1;
+
+    // Runs body() in every thread of a grid until all have returned.
+    void launch(const Shape& s, std::function<void()> body);
+
+    Thread& self() { return *current_; }
+    Warp& warp() { return warps_[(current_->cta * shape.block + current_->index) / 32]; }
+    u32 live_lanes() const;
+    u32 rank() const { return current_->cta % shape.cluster; }
+    // The CTA that is `rank` in the cluster of the running thread.
+    u32 peer(u32 rank) const { return current_->cta / shape.cluster * shape.cluster + rank; }
+
+    // Gives way until ready() is true; false when the machine stalled instead.
+    bool block(const char* where, std::function<bool()> ready);
+
+    // Gives way for a round without having got anywhere.
+    void poll(const char* where);
+
+    // All of `members` threads meet.
+    void meet(Meeting& meeting, u32 members, const char* where);
+
+    void later(const std::shared_ptr<Later>& what) { pending_.push_back(what); }
+
+    // Says that something happened that polling threads may be waiting for.
+    void happened() { quiet_ = 0; }
+
+private:
+    void start(Thread& thread);
+    void resume(Thread& thread);
+    void suspend();
+    bool round();
+    bool take_one_later();
+    void stall();
+    static void entry();
+
+    std::function<void()> body_;
+    std::vector<std::unique_ptr<Thread>> threads_;
+    std::vector<Warp> warps_;
+    std::vector<u32> pace_;  // a warp runs in one of `pace` rounds
+    std::vector<std::shared_ptr<Later>> pending_;
+    Thread* current_ = nullptr;
+    jmp_buf scheduler_;
+    u32 alive_ = 0, quiet_ = 0, stalls_ = 0;
+};
+
+inline void Machine::entry() {
+    machine->body_();
+    machine->current_->done = true;
+    --machine->alive_;
+    machine->happened();
+    _longjmp(machine->scheduler_, 1);
+}
+
+inline void Machine::start(Thread& thread) {
+    thread.started = true;
+    getcontext(&thread.entry);
+    thread.entry.uc_stack = {thread.stack.get(), 0, kStackBytes};
+    thread.entry.uc_link = nullptr;
+    makecontext(&thread.entry, &Machine::entry, 0);
+    setcontext(&thread.entry);
+}
+
+inline void Machine::resume(Thread& thread) {
+    current_ = &thread;
+    threadIdx = {thread.index, 0, 0};
+    blockIdx = {thread.cta, 0, 0};
+    if (_setjmp(scheduler_) == 0) {
+        if (!thread.started) start(thread);
+        _longjmp(thread.place, 1);
+    }
+}
+
+inline void Machine::suspend() {
+    if (_setjmp(current_->place) == 0) _longjmp(scheduler_, 1);
+}
+
+inline bool Machine::block(const char* where, std::function<bool()> ready) {
+    const u32 stalls = stalls_;
+    Thread& thread = *current_;
+    while (!ready()) {
+        if (stalls != stalls_) return false;
+        thread.where = where;
+        thread.ready = [&] { return stalls != stalls_ || ready(); };
+        suspend();
+        thread.ready = nullptr;
+    }
+    return true;
+}
+
+inline u32 Machine::live_lanes() const {
+    const u32 first = (current_->cta * shape.block + current_->index) / 32 * 32;
+    u32 lanes = 0;
+    for (u32 i = 0; i < 32; ++i)
+        lanes |= (threads_[first + i]->done ? 0u : 1u) << i;
+    return lanes;
+}
+
+inline void Machine::poll(const char* where) {
+    current_->where = where;
+    current_->polling = true;
+    suspend();
+    current_->polling = false;
+}
+
+inline void Machine::meet(Meeting& meeting, u32 members, const char* where) {
+    const u32 generation = meeting.generation;
+    if (++meeting.arrived == members) {
+        meeting.arrived = 0;
+        ++meeting.generation;
+        happened();
+        return;
+    }
+    while (!block(where, [&] { return meeting.generation != generation; })) {
+    }
+}
+
+inline bool Machine::take_one_later() {
+    if (pending_.empty()) return false;
+    std::swap(pending_[random.below(static_cast<u32>(pending_.size()))], pending_.back());
+    const std::shared_ptr<Later> what = pending_.back();
+    pending_.pop_back();
+    what->finish();
+    happened();
+    return true;
+}
+
+inline bool Machine::round() {
+    bool moved = false;
+    const u32 count = static_cast<u32>(warps_.size());
+    const u32 first = random.below(count);
+    for (u32 i = 0; i < count; ++i) {
+        const u32 w = (first + i) % count;
+        const bool pauses = pace_[w] > 1 && random.below(pace_[w]) != 0;
+        for (u32 t = w * 32; t < w * 32 + 32; ++t) {
+            Thread& thread = *threads_[t];
+            if (thread.done || (thread.ready && !thread.ready())) continue;
+            moved = true;
+            if (pauses) break;
+            if (!thread.polling) happened();
+            resume(thread);
+        }
+    }
+    return moved;
+}
+
+inline void Machine::stall() {
+    if (stalls_allowed) {
+        ++stalls_;
+        now_ns += kStallNs;
+        quiet_ = 0;
+        return;
+    }
+    u32 shown = 0;
+    for (const auto& t : threads_) {
+        if (t->done || ++shown > 40) continue;
+        std::fprintf(stderr, "cta %u thread %u waits: %s\n", t->cta, t->index, t->where);
+    }
+    test::fail(__FILE__, __LINE__, "nothing can go on");
+}
+
+inline void Machine::launch(const Shape& s, std::function<void()> body) {
+    shape = s;
+    body_ = std::move(body);
+    blockDim = {s.block, 1, 1};
+    gridDim = {s.grid, 1, 1};
+    alive_ = s.grid * s.block;
+    warps_.assign(alive_ / 32, Warp{});
+    pace_.assign(alive_ / 32, 1);
+    for (u32& pace : pace_)
+        pace = random.below(4) == 0 ? 1 + random.below(8) : 1;
+    for (u32 i = 0; i < alive_; ++i) {
+        if (i == threads_.size()) {
+            threads_.push_back(std::make_unique<Thread>());
+            threads_[i]->stack = std::make_unique_for_overwrite<u8[]>(kStackBytes);
+        }
+        Thread& thread = *threads_[i];
+        thread.cta = i / s.block;
+        thread.index = i % s.block;
+        thread.started = thread.done = false;
+        thread.ready = nullptr;
+    }
+    while (alive_ > 0) {
+        now_ns += 1000;
+        const bool moved = round();
+        // Copies take their time: some rounds see none, some several.
+        u32 copies = moved ? random.below(3) : 1 + random.below(2);
+        bool took = false;
+        while (copies-- > 0 && take_one_later())
+            took = true;
+        if ((!moved && !took) || ++quiet_ > kQuietRounds) stall();
+    }
+    while (take_one_later()) {
+    }
+}
+
+}  // namespace sim

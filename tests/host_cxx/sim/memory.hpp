@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+// sim/memory.hpp: shared memory of every CTA: bytes, mbarriers, and which bytes the asynchronous
+// proxy may not see yet.
+#pragma once
+#include <cstring>
+#include <map>
+
+#include "machine.hpp"
+
+namespace sim {
+
+constexpr u32 kChunk = 16;
+constexpr u8 kPoison = 0xFF;  // makes NaNs of every float type
+
+struct Barrier {
+    u32 expected = 0, pending = 0, phase = 0;
+    long long bytes = 0;  // announced and not there yet
+
+    void settle() {
+        if (pending != 0 || bytes != 0) return;
+        pending = expected;
+        phase ^= 1;
+        machine->happened();
+    }
+};
+
+struct Cta {
+    std::vector<u8> bytes;
+    std::vector<u32> writer;  // of each chunk: thread + 1 that wrote it and has not fenced since
+    std::map<u32, Barrier> barriers;
+    std::map<u32, Meeting> named;
+    u32 start = 0;  // shared address of the first byte of dynamic shared memory
+};
+
+struct Memory {
+    std::vector<Cta> ctas;
+    std::vector<Meeting> clusters;
+    std::vector<u32> cluster_arrivals;  // generation that each thread has arrived for
+
+    void reset(const Shape& s, u32 start) {
+        ctas.assign(s.grid, Cta{});
+        for (Cta& cta : ctas) {
+            cta.start = start;
+            cta.bytes.assign(s.smem_bytes, kPoison);
+            cta.writer.assign(s.smem_bytes / kChunk + 2, 0);
+        }
+        clusters.assign(s.grid / s.cluster, Meeting{});
+        cluster_arrivals.assign(s.grid * s.block, 0);
+    }
+
+    Cta& own() { return ctas[machine->self().cta]; }
+
+    u8* at(u32 cta, u32 address, u32 bytes) {
+        Cta& c = ctas[cta];
+        CHECK(
+            address >= c.start && address + bytes <= c.start + c.bytes.size(),
+            "shared address %u + %u of CTA %u is outside [%u, %zu)", address, bytes, cta, c.start,
+            c.start + c.bytes.size());
+        return c.bytes.data() + (address - c.start);
+    }
+
+    u8* at(u32 address, u32 bytes) { return at(machine->self().cta, address, bytes); }
+
+    // What the generic proxy writes.
+    void write(u32 address, const void* from, u32 bytes) {
+        std::memcpy(at(address, bytes), from, bytes);
+        own().writer[(address - own().start) / kChunk] = machine->self().index + 1;
+    }
+
+    void fence() {
+        for (u32& writer : own().writer)
+            if (writer == machine->self().index + 1) writer = 0;
+    }
+
+    // The asynchronous proxy is about to read these bytes of the running thread's CTA.
+    void check_published(u32 address, u32 bytes) {
+        for (u32 c = (address - own().start) / kChunk; c < (address - own().start + bytes) / kChunk;
+             ++c)
+            CHECK(
+                own().writer[c] == 0, "thread %u of CTA %u wrote %u without a fence",
+                own().writer[c] - 1, machine->self().cta, own().start + c * kChunk);
+    }
+
+    Barrier& barrier(u32 cta, u32 address) {
+        CHECK(address % 8 == 0, "an mbarrier at %u", address);
+        const auto found = ctas[cta].barriers.find(address);
+        CHECK(
+            found != ctas[cta].barriers.end(), "CTA %u has no mbarrier at %u + %u", cta,
+            ctas[cta].start, address - ctas[cta].start);
+        return found->second;
+    }
+
+    void arrive(u32 cta, u32 address) {
+        Barrier& b = barrier(cta, address);
+        CHECK(b.pending > 0, "one arrival too many at %u of CTA %u", address, cta);
+        --b.pending;
+        b.settle();
+    }
+
+    void bytes_arrive(u32 cta, u32 address, u32 bytes) {
+        Barrier& b = barrier(cta, address);
+        b.bytes -= bytes;
+        b.settle();
+    }
+};
+
+inline Memory memory;
+
+// Runs body() as a kernel with dynamic shared memory that starts at any multiple of 16.
+inline void run_grid(Machine& m, const Shape& shape, std::function<void()> body) {
+    memory.reset(shape, 1024 + m.random.below(64) * 16);
+    m.launch(shape, std::move(body));
+}
+
+}  // namespace sim

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stands in for ptx/cluster.cuh.
+#pragma once
+#include "../common/types.cuh"
+#include "sim/builtins.hpp"
+
+namespace prime::ptx {
+
+inline u32 cluster_cta_rank() {
+    return sim::machine->rank();
+}
+
+inline void cluster_sync() {
+    const sim::Shape& s = sim::machine->shape;
+    sim::Meeting& here = sim::memory.clusters[sim::machine->self().cta / s.cluster];
+    sim::machine->meet(here, s.cluster * s.block, "cluster_sync");
+}
+
+}  // namespace prime::ptx
