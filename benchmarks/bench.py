@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the expert layer: `python benchmarks/bench.py forward backward --backend cuda --tokens 16384 --record`.
 
+Ops are forward, backward, forward+backward, and step (a whole training step of a small model, see step.py).
+
 For every shape: numerics of every arm first, on poisoned memory; then the arms against each other, interleaved round by
 round; then the target alone for some seconds, with clock and power. A configuration whose numerics fail has no time.
 `--ep N` starts N processes, one per GPU. Records go to benchmarks/results/<gpu>/<date>-<sha>.jsonl.
@@ -62,7 +64,7 @@ class Place:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Command line; argparse exits with 2 on a bad one."""
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__)
-    parser.add_argument("ops", nargs="+", choices=["forward", "backward", "forward+backward"], metavar="op")
+    parser.add_argument("ops", nargs="+", choices=records.OPS, metavar="op")
     parser.add_argument("--shapes", default=DEFAULT_SHAPES, help="names of shapes.toml, comma separated")
     parser.add_argument("--tokens", default="16384", help="tokens per rank, comma separated")
     parser.add_argument("--backend", default="cuda", choices=["cuda", "grouped", "reference"])
@@ -73,6 +75,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wgrad-dtype", default="bfloat16", choices=list(DTYPES))
     parser.add_argument("--reserve-sms", type=int)
     parser.add_argument("--num-sms", type=int)
+    parser.add_argument("--arms", default="fused,grouped", help="of step: fused, grouped, reference, comma separated")
+    parser.add_argument("--documents", default="packed-4k", choices=["packed-4k", "single-16k"], help="of step")
     parser.add_argument("--ep", type=int, default=1, help="GPUs of the expert-parallel group")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--rounds", type=int, default=30)
@@ -222,7 +226,7 @@ def run_shape(args: argparse.Namespace, shape: Shape, tokens: int, place: Place)
     found = []
     if arms[0] in good:
         ceiling = dense_tflops(place)
-        for op in args.ops:
+        for op in (op for op in args.ops if op != "step"):
             found.append(run_op(args, op, shape, tokens, good, batches, place, verdicts[arms[0].name], ceiling))
     for arm in arms:
         arm.close()
@@ -362,7 +366,11 @@ def run_all(args: argparse.Namespace, place: Place) -> int:
     shapes, wrong = read_shapes(), False
     for name in args.shapes.split(","):
         for tokens in map(int, args.tokens.split(",")):
-            found = run_shape(args, shapes[name], tokens, place)
+            found = run_shape(args, shapes[name], tokens, place) if set(args.ops) - {"step"} else []
+            if "step" in args.ops:
+                from benchmarks.step import run_step  # imports this module
+
+                found += run_step(args, shapes[name], tokens, place)
             wrong = wrong or not found
             if args.record and place.rank == 0:
                 for record in found:
