@@ -62,7 +62,7 @@ def _error(name: str, device: int | None) -> PrimeKernelsError | None:
         )
     if name == "mega_moe":
         return _torch_error() or _device_error(name, device) or _fused_error()
-    return _device_error(name, device)
+    return _torch_error() or _device_error(name, device)
 
 
 def _device_error(name: str, device: int | None) -> PrimeKernelsError | None:

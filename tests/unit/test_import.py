@@ -71,6 +71,7 @@ def test_the_probe_sees_what_it_looks_for(tmp_path: Path) -> None:
         "prime_kernels.is_available('mega_moe')",
         "prime_kernels.status()",
         "import prime_kernels.cli",
+        "import prime_kernels.deep_gemm",
         "import prime_kernels.settings",
     ],
 )
