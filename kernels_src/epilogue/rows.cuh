@@ -12,19 +12,19 @@
 
 namespace prime::epilogue {
 
+struct RowsOut {
+    const TensorMap& rows;   // [columns, rows], slabs of 64 x 64
+    const float* row_score;  // read when scored
+    u32 columns;
+};
+
 template <bool kScored>
 struct Rows {
-    SlabPair slabs;
-
-    template <class Args>
-    PK_DEVICE void prefetch(const Args&, const pipeline::Tile&, const Seat&) {}
-
-    template <class Args>
-    PK_DEVICE void store(
-        const Args& args, const pipeline::Tile& t, const Seat& seat, mma::Accum& acc,
-        pipeline::Waiter&) {
+    PK_DEVICE static void store(
+        const RowsOut& out, const pipeline::Tile& t, const Seat& seat, mma::Accum& acc,
+        SlabPair& slabs) {
         const i32 row = t.row + static_cast<i32>(seat.warpgroup * 64);
-        if constexpr (kScored) scale(args.row_score + row, seat, acc);
+        if constexpr (kScored) scale(out.row_score + row, seat, acc);
 #pragma unroll
         for (u32 block = 0; block < layout::kTileN / 64; ++block) {
             const i32 column = t.n + static_cast<i32>(block * 64);
@@ -32,8 +32,8 @@ struct Rows {
             put64(slab, seat, acc + block * 32);
             publish(seat);
             if (seat.leader) {
-                if (column < static_cast<i32>(args.columns))
-                    ptx::tma_store_2d(&args.out0, slab, column, row);
+                if (column < static_cast<i32>(out.columns))
+                    ptx::tma_store_2d(&out.rows, slab, column, row);
                 ptx::bulk_commit();
             }
         }

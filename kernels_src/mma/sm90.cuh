@@ -14,8 +14,8 @@ namespace prime::mma {
 
 struct Hopper {
     static constexpr u32 kStageSteps = 4;  // k16 instructions per stage
-    static constexpr u32 kLoadRegisters = 40;
-    static constexpr u32 kMathRegisters = 232;
+    static constexpr u32 kLoadRegisters = 88;
+    static constexpr u32 kMathRegisters = 208;
 
     PK_DEVICE static void take_load_registers() { ptx::register_shrink<kLoadRegisters>(); }
 

@@ -3,6 +3,7 @@
 //
 // Layer:      moe.
 #pragma once
+#include "../epilogue/rows.cuh"
 #include "../mma/sm90.cuh"
 #include "../roles/grouped_gemm.cuh"
 #include "gemm_args.cuh"
@@ -36,6 +37,24 @@ struct BlockGemm {
             ptx::tma_load_2d(at.a + kHalfA, &args.a, at.bar, k * 64, t.row + 64, ptx::kEvictNormal);
     }
 
+    // A is in memory from the start, unless this launch pulls it.
+    PK_DEVICE static void wait_rows(const Args& args, const Tile& t, roles::Waiter& waiter) {
+        if (args.arrivals == nullptr || t.valid == 0) return;
+        const u32* counter = args.arrivals + t.row / 64;
+        waiter.wait_counter(counter, roles::kArrivalRows, Wait::kInput);
+        if (t.valid > 64) waiter.wait_counter(counter + 1, roles::kArrivalRows, Wait::kInput);
+        // The pulling warps' stores, acquired above, before this thread's TMA loads of them.
+        ptx::fence_async_global();
+    }
+
+    PK_DEVICE static void pull(const Args& args, u32 warp) {
+        if (args.pull_src == nullptr) return;
+        const u32 rows = static_cast<u32>(args.starts[args.num_experts]);
+        roles::pull(
+            {args.pull_src, args.pull_dst, args.row_src, args.arrivals, args.pull_bytes, rows},
+            warp);
+    }
+
     PK_DEVICE static bool has_rows(const Args&, const Tile& t, u32 warpgroup) {
         return t.valid > static_cast<i32>(warpgroup * 64);
     }
@@ -58,6 +77,21 @@ struct BlockGemm {
                 dst, map, at.bar, c.c0, c.c1, c.c2, c.c3, /*mask=*/3, ptx::kEvictNormal);
         else
             ptx::tma_load_4d(dst, map, at.bar, c.c0, c.c1, c.c2, c.c3, ptx::kEvictNormal);
+    }
+};
+
+// The epilogue of the GEMMs whose result is rows: out0, times row_score when scored.
+template <bool kScored>
+struct RowsEpilogue {
+    epilogue::SlabPair slabs;
+
+    PK_DEVICE void prefetch(const GroupedArgs&, const Tile&, const epilogue::Seat&) {}
+
+    PK_DEVICE void store(
+        const GroupedArgs& args, const Tile& t, const epilogue::Seat& seat, mma::Accum& acc,
+        roles::Waiter&) {
+        epilogue::Rows<kScored>::store(
+            {args.out0, args.row_score, args.columns}, t, seat, acc, slabs);
     }
 };
 

@@ -4,15 +4,14 @@
 //
 // Layer:      moe.
 #pragma once
-#include "../epilogue/rows.cuh"
 #include "block_gemm.cuh"
 
 namespace prime::moe {
 
 template <bool kScored>
 struct Down : BlockGemm<4, 2, 256, false> {
-    using Epilogue = epilogue::Rows<kScored>;
-    static constexpr LaunchShape kLaunch = roles::gemm_launch<Down>();
+    using Epilogue = RowsEpilogue<kScored>;
+    static constexpr LaunchShape kLaunch = roles::gemm_launch<BlockGemm<4, 2, 256, false>>();
 
     PK_DEVICE static void load_b(
         const Args& args, const Tile& t, i32 k, const StageAddr& at, u32 half, bool multicast) {

@@ -12,8 +12,25 @@ namespace prime::moe {
 
 template <bool kPlain>
 struct GateUp : BlockGemm<4, 2, 128, false> {
-    using Epilogue = epilogue::GateUp<kPlain>;
-    static constexpr LaunchShape kLaunch = roles::gemm_launch<GateUp>();
+    static constexpr LaunchShape kLaunch = roles::gemm_launch<BlockGemm<4, 2, 128, false>>();
+
+    struct Epilogue {
+        epilogue::SlabPair slabs;
+
+        PK_DEVICE void prefetch(const Args&, const Tile&, const epilogue::Seat&) {}
+
+        PK_DEVICE void store(
+            const Args& args, const Tile& t, const epilogue::Seat& seat, mma::Accum& acc,
+            roles::Waiter&) {
+            const epilogue::GateUpOut out{
+                args.out1,
+                args.out0,
+                {args.alpha, args.clamp, args.up_offset, 0.0f},
+                args.columns,
+                args.keep_z != 0};
+            epilogue::GateUp<kPlain>::store(out, t, seat, acc, slabs);
+        }
+    };
 
     PK_DEVICE static void load_b(
         const Args& args, const Tile& t, i32 k, const StageAddr& at, u32 half, bool multicast) {

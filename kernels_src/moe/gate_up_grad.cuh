@@ -5,13 +5,12 @@
 //
 // Layer:      moe.
 #pragma once
-#include "../epilogue/rows.cuh"
 #include "block_gemm.cuh"
 
 namespace prime::moe {
 
 struct GateUpGrad : BlockGemm<4, 2, 256, true> {
-    using Epilogue = epilogue::Rows<false>;
+    using Epilogue = RowsEpilogue<false>;
     static constexpr LaunchShape kLaunch = roles::gemm_launch<BlockGemm<4, 2, 256, true>>();
 
     PK_DEVICE static void load_b(

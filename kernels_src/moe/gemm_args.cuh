@@ -9,31 +9,65 @@
 
 namespace prime::moe {
 
-// Rows grouped by expert. K-major maps are 2-D [k, rows] with box {64, 64} for A and 4-D [k, n, 1,
-// expert] with box {64, 128} for B; MN-major B is 4-D [64, k, n/64, expert] with box {64, 64, 2}.
+// Tensor maps, all bf16 with the 128-byte swizzle: "rows" are 2-D [columns, rows], box {64, 64};
+// "halves" 3-D [I, 2, rows], box {64, 1, 64}; K-major weights 4-D [k, n, 1, expert], box
+// {64, 128, 1, 1}; MN-major ones 4-D [64, k, n/64, expert], box {64, 64, 2, 1}.
+
+// One GEMM with rows grouped by expert.
 struct GroupedArgs {
-    TensorMap a;        // activations
-    TensorMap b0;       // weights; the gate half where there are two
-    TensorMap b1;       // the up half, or b0 again
-    TensorMap out0;     // main result: 2-D [columns, rows] with box {64, 64}
-    TensorMap out1;     // 3-D [I, 2, rows] with box {64, 1, 64}: z written (gate/up) or dz written
-                        // (down dgrad)
-    TensorMap in1;      // the same shape: z read (down dgrad)
-    const i32* counts;  // [E_l] rows per expert
-    const i32* starts;  // [E_l + 1] first pool row per expert, multiples of 64
+    TensorMap a;             // rows: activations
+    TensorMap b0;            // weights; the gate half where there are two
+    TensorMap b1;            // the up half, or b0 again
+    TensorMap out0;          // rows: the main result
+    TensorMap out1;          // halves: z (gate/up) or dz (down gradient)
+    TensorMap in1;           // halves: z read (down gradient)
+    const i32* counts;       // [E_l] rows per expert
+    const i32* starts;       // [E_l + 1] first pool row per expert, multiples of 64
     const float* row_score;  // [pool rows]
     float* score_parts;      // [pool rows, n_tiles] partial sums of <dh', h>
+    const u8* pull_src;      // [T, pull_bytes] rows to copy to the pool meanwhile, or null
+    u8* pull_dst;            // [pool rows, pull_bytes]
+    const i32* row_src;      // [pool rows] token of a row, -1: padding
+    u32* arrivals;           // [pool rows / 64], when `a` is what is pulled; else null
     FaultRecord* fault;
     u32 num_experts;
     u32 k_steps;  // 64-wide steps of the whole reduction
     u32 split;    // steps that read b0; the rest read b1
     u32 columns;  // columns of the output (of one half where there are two)
     u32 n_tiles;
-    u32 store_preact;  // gate/up: also write z
+    u32 keep_z;  // gate/up: also write z
+    u32 pull_bytes;
     float alpha;
     float clamp;
     float up_offset;
-    u32 reserved;
+};
+
+// The forward: gate/up, SwiGLU and down in one launch.
+struct ForwardArgs {
+    TensorMap x;     // rows: the pool of x
+    TensorMap gate;  // K-major weights
+    TensorMap up;
+    TensorMap z;     // halves
+    TensorMap h;     // rows, written and read
+    TensorMap down;  // K-major weights
+    TensorMap y;     // rows: the pool of results
+    const i32* counts;
+    const i32* starts;
+    const float* row_score;
+    const u8* pull_src;  // [T, H]
+    u8* pull_dst;        // the pool of x
+    const i32* row_src;
+    u32* arrivals;  // [pool rows / 64] rows of x that came
+    u32* h_done;    // [pool rows / 64] finished tiles of h
+    FaultRecord* fault;
+    u32 num_experts;
+    u32 hidden;
+    u32 intermediate;
+    u32 lag;     // experts that gate/up runs ahead of down
+    u32 keep_z;  // 0: z is not written
+    float alpha;
+    float clamp;
+    float up_offset;
 };
 
 // Reductions over rows. A and B maps are MN-major 4-D [64, rows, columns/64, 1] with box {64, 64,

@@ -73,6 +73,10 @@ struct Wgrad {
             at.a, map, at.bar, 0, t.k0 + k * 64, first_column(args, t) / 64, 0, ptx::kEvictNormal);
     }
 
+    PK_DEVICE static void wait_rows(const Args&, const Tile&, roles::Waiter&) {}
+
+    PK_DEVICE static void pull(const Args&, u32) {}
+
     PK_DEVICE static void load_b(
         const Args& args, const Tile& t, i32 k, const roles::StageAddr& at, u32 half, bool) {
         const TensorMap* map = is_down(t) ? &args.b1 : &args.b0;

@@ -36,6 +36,21 @@ struct Waiter {
             }
         }
     }
+
+    // Until a counter in global memory reads `target`, written by other CTAs with release at GPU
+    // scope.
+    PK_DEVICE void wait_counter(const u32* counter, u32 target, Wait what) {
+        u64 start = 0;
+        for (u32 polls = 1; !dead && ptx::ld_acquire_gpu(counter) != target; ++polls) {
+            if (polls % kPollsPerClockRead != 0) continue;
+            const u64 now = ptx::global_timer_ns();
+            if (start == 0) start = now;
+            if (now - start > kWaitLimitNs) {
+                record_fault(record, role, what);
+                dead = true;
+            }
+        }
+    }
 };
 
 }  // namespace prime::pipeline

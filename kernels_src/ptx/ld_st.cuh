@@ -16,13 +16,8 @@ PK_DEVICE void st_release_gpu(u32* ptr, u32 v) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
 }
 
-PK_DEVICE u32 red_add_release_gpu(u32* ptr, u32 v) {
-    u32 old;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
-                 : "=r"(old)
-                 : "l"(ptr), "r"(v)
-                 : "memory");
-    return old;
+PK_DEVICE void red_add_release_gpu(u32* ptr, u32 v) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
 }
 
 // 16 bytes that no other thread will want again: keeps them out of L1.
@@ -55,6 +50,21 @@ PK_DEVICE void ld_shared_v4(u32 addr, i32& a, i32& b, i32& c, i32& d) {
 
 PK_DEVICE void st_shared_f32x2(u32 addr, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(addr), "f"(a), "f"(b) : "memory");
+}
+
+// The word at the same shared offset in CTA `cta` of the cluster.
+PK_DEVICE u32 ld_cluster_u32(const u32* own, u32 cta) {
+    u32 v;
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %1, %2;\n"
+        "ld.shared::cluster.u32 %0, [remote];\n"
+        "}\n"
+        : "=r"(v)
+        : "r"(static_cast<u32>(__cvta_generic_to_shared(own))), "r"(cta)
+        : "memory");
+    return v;
 }
 
 PK_DEVICE u64 global_timer_ns() {

@@ -4,8 +4,8 @@
 // Layer:      roles.
 //
 // Threads:    384 in clusters of two, persistent. Warp 0 loads (one thread), warp 1 schedules,
-// warps 2-3 idle,
-//             warpgroups 1 and 2 multiply.
+// warps 2-3
+//             pull rows, warpgroups 1 and 2 multiply.
 #pragma once
 #include "../common/launch_meta.cuh"
 #include "../common/types.cuh"
@@ -14,6 +14,7 @@
 #include "../mma/policy.cuh"
 #include "load.cuh"
 #include "math.cuh"
+#include "pull.cuh"
 #include "schedule.cuh"
 
 namespace prime::roles {
@@ -64,6 +65,7 @@ PK_DEVICE void grouped_gemm(const typename Op::Args& args) {
         const u32 warp = threadIdx.x >> 5;
         if (threadIdx.x == 0) load<Op>(args, base, tiles, Waiter{args.fault, Role::kLoad});
         if (warp == 1) Op::schedule(args, tiles, Waiter{args.fault, Role::kSchedule});
+        if (warp >= 2) Op::pull(args, warp - 2);
     } else {
         Op::Mma::take_math_registers();
         math<Op>(args, base, tiles, warpgroup - 1);

@@ -4,8 +4,9 @@
 // Layer:      roles (arch-free). One thread.
 //
 // Op gives, for a tile and a step: bytes(tile) that this CTA's stage receives, load_a(...) and
-// load_b(...). With multicast each CTA of the pair loads half of B into both; a CTA without a tile
-// of its own still loads its half for the other.
+// load_b(...), and wait_rows(...), which returns once A may be read. With multicast each CTA of the
+// pair loads half of B into both; a CTA without a tile of its own still loads its half for the
+// other. B waits for nobody, so it goes first.
 //
 // Invariants: a stage is refilled only after the math warps of both CTAs have released it, because
 // either CTA may write
@@ -44,13 +45,14 @@ PK_DEVICE void load(const typename Op::Args& args, u32 base, TileRing tiles, Wai
                 base + Smem::kB + ring.stage * layout::kStageBytesB,
                 base + Smem::kStageFull + 8 * ring.stage};
             ptx::mbarrier_arrive_expect_tx(at.bar, bytes);
-            Op::load_a(args, tile, k, at);
             if (tile.multicast) {
                 Op::load_b(args, tile, k, at, rank, true);
             } else if (tile.valid > 0) {
                 Op::load_b(args, tile, k, at, 0, false);
                 Op::load_b(args, tile, k, at, 1, false);
             }
+            if (k == 0) Op::wait_rows(args, tile, waiter);
+            if (!waiter.dead) Op::load_a(args, tile, k, at);
         }
     }
     for (u32 s = 0; s < Op::kStages; ++s, ring.advance())

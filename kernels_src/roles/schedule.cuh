@@ -20,22 +20,21 @@ using pipeline::Waiter;
 
 constexpr u32 kPair = 2;  // CTAs of a cluster
 
-// Walks the experts with a window of 32 of them in the lanes of a warp; tasks are asked for in
-// ascending order.
-struct ExpertWindow {
-    const i32* counts;
-    u32 num_experts;
-    u32 n_tiles;
+// Walks a list of segments with a window of 32 of them in the lanes of a warp; tasks are asked for
+// in ascending order. Sizes::operator()(s) is the number of tasks of segment s.
+template <class Sizes>
+struct SegmentWindow {
+    const Sizes& sizes;
+    u32 num_segments;
     u32 lane;
-    u32 base = 0;   // expert of lane 0
-    u32 first = 0;  // first task of that expert
-    u32 rows = 0;   // this lane's expert
-    u32 end = 0;    // first task after this lane's expert
+    u32 base = 0;   // segment of lane 0
+    u32 first = 0;  // first task of that segment
+    u32 size = 0;   // this lane's segment
+    u32 end = 0;    // first task after this lane's segment
 
     PK_DEVICE void load() {
-        const u32 e = base + lane;
-        rows = e < num_experts ? static_cast<u32>(counts[e]) : 0;
-        end = schedule::block_tasks(rows, n_tiles);
+        size = base + lane < num_segments ? sizes(base + lane) : 0;
+        end = size;
 #pragma unroll
         for (u32 d = 1; d < 32; d *= 2) {
             const u32 left = __shfl_up_sync(~0u, end, d);
@@ -44,15 +43,23 @@ struct ExpertWindow {
         end += first;
     }
 
-    // The lane whose expert owns task `index`; moves the window as needed. 32: no such task.
-    PK_DEVICE u32 find(u32 index) {
-        for (;;) {
-            const u32 owners = __ballot_sync(~0u, index < end);
-            if (owners != 0) return __ffs(owners) - 1;
-            first = __shfl_sync(~0u, end, 31);
-            base += 32;
-            if (base >= num_experts) return 32;
-            load();
+    // Calls fn(segment, task within it) for tasks `index`, `index + step`, ... until the list ends.
+    template <class Fn>
+    PK_DEVICE void for_each(u32 index, u32 step, Fn fn) {
+        load();
+        for (;; index += step) {
+            u32 owners = __ballot_sync(~0u, index < end);
+            while (owners == 0) {
+                first = __shfl_sync(~0u, end, 31);
+                base += 32;
+                if (base >= num_segments) return;
+                load();
+                owners = __ballot_sync(~0u, index < end);
+            }
+            const u32 owner = __ffs(owners) - 1;
+            const u32 start = __shfl_sync(~0u, end - size, owner);
+            fn(base + owner, index - start);
+            __syncwarp();
         }
     }
 };
@@ -67,39 +74,72 @@ struct BlockList {
     u32 tile_columns;  // columns of the output that one tile covers
 };
 
-PK_DEVICE Tile
-block_tile(const BlockList& list, u32 expert, u32 rows, const schedule::BlockTask& t) {
-    const i32 m = static_cast<i32>(t.m_block * schedule::kBlockRows);
-    const i32 n = static_cast<i32>(t.n_tile * list.tile_columns);
-    const bool exists = n < static_cast<i32>(list.columns);
+struct BlockSizes {
+    const BlockList& list;
+
+    PK_DEVICE u32 operator()(u32 e) const {
+        return schedule::block_tasks(static_cast<u32>(list.counts[e]), list.n_tiles);
+    }
+};
+
+// Task `local` of an expert, as CTA `rank` of the pair has it.
+PK_DEVICE Tile block_tile(const BlockList& list, u32 expert, u32 local, u32 rank, i32 kind) {
+    const u32 rows = static_cast<u32>(list.counts[expert]);
+    const auto task = schedule::block_task(rows, list.n_tiles, local, rank);
+    const i32 m = static_cast<i32>(task.m_block * schedule::kBlockRows);
+    const i32 n = static_cast<i32>(task.n_tile * list.tile_columns);
+    const i32 left = min_of(static_cast<i32>(rows) - m, static_cast<i32>(schedule::kBlockRows));
     return Tile{
         .row = list.starts[expert] + m,
         .n = n,
         .expert = static_cast<i32>(expert),
         .k0 = 0,
         .k_steps = static_cast<i32>(list.k_steps),
-        .valid =
-            exists ? min_of(static_cast<i32>(rows) - m, static_cast<i32>(schedule::kBlockRows)) : 0,
-        .multicast = t.multicast,
-        .kind = 0};
+        .valid = n < static_cast<i32>(list.columns) ? left : 0,
+        .multicast = task.multicast,
+        .kind = kind};
 }
 
 // Grouped M: pushes this CTA's half of every task of its pair, then the end mark.
 PK_DEVICE void schedule_blocks(const BlockList& list, TileRing ring, Waiter waiter) {
     const u32 lane = threadIdx.x & 31;
     const u32 rank = ptx::cluster_cta_rank();
-    ExpertWindow window{list.counts, list.num_experts, list.n_tiles, lane};
-    window.load();
-    for (u32 index = blockIdx.x / kPair;; index += gridDim.x / kPair) {
-        const u32 owner = window.find(index);
-        if (owner == 32) break;
-        const u32 rows = __shfl_sync(~0u, window.rows, owner);
-        const u32 end = __shfl_sync(~0u, window.end, owner);
-        const u32 local = index - (end - schedule::block_tasks(rows, list.n_tiles));
-        const auto task = schedule::block_task(rows, list.n_tiles, local, rank);
-        if (lane == 0) ring.push(waiter, block_tile(list, window.base + owner, rows, task));
-        __syncwarp();
+    const BlockSizes sizes{list};
+    SegmentWindow<BlockSizes> window{sizes, list.num_experts, lane};
+    window.for_each(blockIdx.x / kPair, gridDim.x / kPair, [&](u32 expert, u32 local) {
+        if (lane == 0) ring.push(waiter, block_tile(list, expert, local, rank, 0));
+    });
+    if (lane == 0) ring.push(waiter, Tile{.k_steps = -1});
+}
+
+// Two GEMMs of which the second reads what the first wrote: segment s is expert s of the first,
+// then expert s - lag of the second. Every wait points backwards in this order, so the earliest
+// unfinished tile can always run.
+struct ChainSizes {
+    const BlockList& first;
+    const BlockList& second;
+    u32 lag;
+
+    PK_DEVICE u32 of_first(u32 s) const { return s < first.num_experts ? BlockSizes{first}(s) : 0; }
+
+    PK_DEVICE u32 operator()(u32 s) const {
+        return of_first(s) + (s >= lag ? BlockSizes{second}(s - lag) : 0);
     }
+};
+
+PK_DEVICE void schedule_chain(
+    const BlockList& first, const BlockList& second, u32 lag, TileRing ring, Waiter waiter) {
+    const u32 lane = threadIdx.x & 31;
+    const u32 rank = ptx::cluster_cta_rank();
+    const ChainSizes sizes{first, second, lag};
+    SegmentWindow<ChainSizes> window{sizes, first.num_experts + lag, lane};
+    window.for_each(blockIdx.x / kPair, gridDim.x / kPair, [&](u32 s, u32 local) {
+        if (lane != 0) return;
+        const u32 firsts = sizes.of_first(s);
+        const Tile tile = local < firsts ? block_tile(first, s, local, rank, 0)
+                                         : block_tile(second, s - lag, local - firsts, rank, 1);
+        ring.push(waiter, tile);
+    });
     if (lane == 0) ring.push(waiter, Tile{.k_steps = -1});
 }
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backend "cuda": the layer on the packed kernels, one rank holding all experts.
 
-Forward: dispatch (places rows and copies x), gate_up, down, combine. Backward: replay (copies dy, and x unless it was
-kept), gate_up again where z was not kept, down_grad, gate_up_grad, wgrad, combine. Nothing reads a count on the host.
+Forward: plan (gives every slot a pool row), forward (pulls rows of x, both GEMMs), combine. Backward: prepare, gate_up
+where z was not kept, down_grad (pulls dy), gate_up_grad (pulls x unless it was kept), wgrad, combine. Nothing reads a
+count on the host.
 
 The pool holds rows grouped by expert, each expert starting at a multiple of 64 rows. The plan is
-[counts E | starts E + 1 | pool row of every slot T*K]. `preact` is z [pool rows, 2I], followed under save="full" by the
-x rows [pool rows, H].
+[counts E | starts E + 1 | pool row of every slot T*K | token of every pool row]. `preact` is z [pool rows, 2I],
+followed under save="full" by the x rows [pool rows, H].
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from prime_kernels.errors import LaunchError, PrimeKernelsError, ShapeError
 from prime_kernels.moe.backend import Backend, BackwardResult, ForwardResult, Needs
-from prime_kernels.moe.cuda_launch import Call, kernel_keys
+from prime_kernels.moe.cuda_launch import TILE_N, Call, Pull, kernel_keys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
     from prime_kernels.moe.backend import RuntimeView, Weights
     from prime_kernels.moe.config import MegaMoEConfig
 
-POOL_ALIGN = 64  # rows; kPoolAlign of kernels_src/moe/token_rows.cuh
-MAX_EXPERTS = 4096  # kMaxExperts of kernels_src/moe/dispatch.cuh
-TILE_N = 256
+POOL_ALIGN = 64  # rows; kPoolAlign of kernels_src/moe/plan.cuh
+MAX_EXPERTS = 4096  # kMaxExperts of kernels_src/moe/plan.cuh
 _FAULT_WORDS = 8  # FaultRecord of kernels_src/common/fault.cuh
 _ROLES = {1: "schedule", 2: "load", 3: "math", 4: "dispatch"}
 _WAITS = {1: "a tile", 2: "room in the tile list", 3: "operands", 4: "a free stage", 5: "saved activations"}
@@ -48,7 +48,7 @@ class CudaBackend(Backend):
 
         index = device.index if device.index is not None else torch.cuda.current_device()
         try:
-            for key in kernel_keys(plain=is_plain(config)):
+            for key in kernel_keys(config):
                 load_kernel(key, device=index)
         except PrimeKernelsError as error:
             return str(error)
@@ -64,7 +64,7 @@ class CudaBackend(Backend):
         return None
 
     def plan_numel(self, config: MegaMoEConfig, *, num_tokens: int, ep_size: int) -> int:
-        return 2 * config.num_experts + 1 + num_tokens * config.topk
+        return 2 * config.num_experts + 1 + num_tokens * config.topk + pool_rows(config, num_tokens)
 
     def preact_shape(self, config: MegaMoEConfig, *, num_tokens: int, ep_size: int, save: str) -> tuple[int, int]:
         kept = config.hidden if save == "full" else 0
@@ -80,7 +80,7 @@ class CudaBackend(Backend):
     def warmup(self, runtime: RuntimeView, num_tokens: tuple[int, ...]) -> None:
         from prime_kernels.loader import load_kernel
 
-        for key in kernel_keys(plain=is_plain(runtime.config)):
+        for key in kernel_keys(runtime.config):
             load_kernel(key, device=runtime.device.index)
 
     def check(self, runtime: RuntimeView) -> None:
@@ -119,22 +119,21 @@ class CudaBackend(Backend):
         config, tokens, experts = runtime.config, x.shape[0], runtime.config.num_experts
         pool = pool_rows(config, tokens)
         plan = call.empty(self.plan_numel(config, num_tokens=tokens, ep_size=1), dtype=torch.int32)
-        sent = call.empty(experts, dtype=torch.int32)
-        received = call.empty(experts, dtype=torch.int32)
+        call.use_plan(plan)
+        sent, received = call.empty(experts, dtype=torch.int32), call.empty(experts, dtype=torch.int32)
         preact = None
         if save != "inputs":
             preact = call.empty(*self.preact_shape(config, num_tokens=tokens, ep_size=1, save=save))
-        x_rows = kept_rows(preact, pool, config)
-        if x_rows is None:
-            x_rows = call.empty(pool, config.hidden)
+        kept = kept_rows(preact, pool, config)
         score = call.empty(pool, dtype=torch.float32)
-        call.dispatch(x, topk_ids, topk_weights, plan, (sent, received), x_rows, score)
+        counters = call.counters(pool, 2)
+        call.make_plan(topk_ids, topk_weights, (sent, received), score, counters)
+        pull = Pull(x, call.empty(pool, config.hidden) if kept is None else kept, counters[0])
         h = call.empty(pool, config.intermediate)
-        call.gate_up(plan, x_rows, w_gate_up, h, preact)
         y_rows = call.empty(pool, config.hidden)
-        call.down(plan, h, w_down, score, y_rows)
+        call.forward(pull, (w_gate_up, w_down), h, preact, score, y_rows, counters[1])
         y = torch.empty_like(x)
-        call.combine(plan, y_rows, y)
+        call.combine(y_rows, y)
         return ForwardResult(y, plan, sent, received, preact)
 
     def backward(
@@ -154,40 +153,44 @@ class CudaBackend(Backend):
         prepared: tuple[Tensor, ...] | None = None,
     ) -> BackwardResult:
         call = Call(runtime, x, self._faults[runtime])
+        call.use_plan(plan)
         config = runtime.config
         pool = pool_rows(config, x.shape[0])
-        kept = kept_rows(preact, pool, config)
-        needs_rows = needs.w_gate_up or preact is None
-        x_rows = kept if kept is not None else call.empty(pool, config.hidden) if needs_rows else None
-        dy_rows = call.empty(pool, config.hidden)
         score = call.empty(pool, dtype=torch.float32)
-        call.replay(plan, dy, x if kept is None and needs_rows else None, topk_weights, dy_rows, x_rows, score)
+        counters = call.counters(pool, 2)
+        call.prepare(topk_weights, score, counters)
+        x_rows = kept_rows(preact, pool, config)
+        wants_rows = needs.w_gate_up and x_rows is None  # of x, by the weight gradient
         scaled = call.empty(pool, config.intermediate)
         if preact is None:
-            assert x_rows is not None
+            x_rows, wants_rows = call.empty(pool, config.hidden), False
             preact = call.empty(pool, 2 * config.intermediate)
-            call.gate_up(plan, x_rows, w_gate_up, scaled, preact)
+            call.gate_up(Pull(x, x_rows, counters[1]), x_rows, w_gate_up, scaled, preact)
+        dy_rows = call.empty(pool, config.hidden)
         dz = call.empty(pool, 2 * config.intermediate)
         parts = call.empty(pool, math.ceil(config.intermediate / TILE_N), dtype=torch.float32)
-        call.down_grad(plan, dy_rows, w_down, preact, score, dz, scaled, parts)
+        call.down_grad(Pull(dy, dy_rows, counters[0]), w_down, preact, score, dz, scaled, parts)
+        if wants_rows:
+            x_rows = call.empty(pool, config.hidden)
         dx = dscore = dx_rows = None
         if needs.x:
-            dx_rows = call.empty(pool, config.hidden)
-            call.gate_up_grad(plan, dz, w_gate_up, dx_rows)
-            dx = torch.empty_like(x)
+            dx_rows, dx = call.empty(pool, config.hidden), torch.empty_like(x)
+            pull = Pull(x, x_rows, None) if wants_rows and x_rows is not None else None
+            call.gate_up_grad(pull, dz, w_gate_up, dx_rows)
+        elif wants_rows and x_rows is not None:
+            call.gather(x, x_rows)
         dw_gate_up, dw_down = self._weight_gradients(
-            call, plan, (dz, x_rows, dy_rows, scaled), (w_gate_up, w_down), needs, wgrad_dtype
+            call, (dz, x_rows, dy_rows, scaled), (w_gate_up, w_down), needs, wgrad_dtype
         )
         if needs.topk_weights:
             dscore = torch.empty(topk_ids.shape, dtype=torch.float32, device=x.device)
         if needs.x or needs.topk_weights:
-            call.combine(plan, dx_rows, dx, parts, dscore)
+            call.combine(dx_rows, dx, parts, dscore)
         return BackwardResult(dx, dscore, dw_gate_up, dw_down)
 
     def _weight_gradients(
         self,
         call: Call,
-        plan: Tensor,
         operands: tuple[Tensor, Tensor | None, Tensor, Tensor],
         weights: tuple[Weights, Tensor],
         needs: Needs,
@@ -205,14 +208,8 @@ class CudaBackend(Backend):
                 else (torch.empty_like(gate_up[0], dtype=dtype), torch.empty_like(gate_up[1], dtype=dtype))
             )
         dw_down = torch.empty_like(down, dtype=dtype) if needs.w_down else None
-        call.wgrad(plan, operands, dw_gate_up, dw_down, dtype)
+        call.wgrad(operands, dw_gate_up, dw_down, dtype)
         return dw_gate_up, dw_down
-
-
-def is_plain(config: MegaMoEConfig) -> bool:
-    """Whether the activation is SiLU-gated without clamp, slope or offset: a kernel class of its own."""
-    activation = config.activation
-    return activation.clamp is None and activation.alpha == 1.0 and activation.up_offset == 0.0
 
 
 def pool_rows(config: MegaMoEConfig, num_tokens: int) -> int:

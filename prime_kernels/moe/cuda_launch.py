@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,160 +17,216 @@ if TYPE_CHECKING:
 
     from prime_kernels.loader import Kernel
     from prime_kernels.moe.backend import RuntimeView, Weights
+    from prime_kernels.moe.config import MegaMoEConfig
 
-_TILE = "t128x256x64"
-_STAGE_K = 64
+PLAN, PREPARE, COMBINE, GATHER = "plan|t1024", "prepare|t256", "combine|bf16", "gather_rows|b16|t256|l4"
+STAGE_K, TILE_M, TILE_N = 64, 128, 256
+_PLAN_CTAS = 8  # one cluster
+_COUNTER_ROWS = 64  # kArrivalRows of kernels_src/roles/pull.cuh
 
 
 class PlanView(NamedTuple):
-    """Addresses inside a plan."""
+    """Addresses inside a plan: counts [E], starts [E + 1], pool row of every slot [T*K], token of every row [pool]."""
 
     counts: int
     starts: int
     slot_row: int
+    row_src: int
 
 
-def plan_view(plan: Tensor, experts: int) -> PlanView:
-    base = plan.data_ptr()
-    return PlanView(base, base + 4 * experts, base + 4 * (2 * experts + 1))
+class Pull(NamedTuple):
+    """Rows of `src` [T, H] to be copied to pool order in `dst`; `arrivals` when the same launch reads them."""
+
+    src: Tensor
+    dst: Tensor
+    arrivals: Tensor | None
 
 
-def kernel_keys(*, plain: bool) -> tuple[str, ...]:
-    """Keys of every kernel that calls with this activation class may need; build_tools/variants.toml lists them."""
-    act = "swiglu" if plain else "clamped"
-    return (
-        "dispatch|b16",
-        "replay|b16",
-        "combine|bf16",
-        f"gate_up|bf16|{act}|{_TILE}|s4|c2",
-        f"down|bf16|scored|{_TILE}|s4|c2",
-        f"down_grad|bf16|{act}|{_TILE}|s3|c2",
-        f"gate_up_grad|bf16|{_TILE}|s4|c2",
-        f"wgrad|bf16|{_TILE}|s4|c2",
-        f"wgrad|fp32|{_TILE}|s4|c2",
-    )
+def gemm_key(op: str, config: MegaMoEConfig) -> str:
+    """The variant of a GEMM that this config takes."""
+    tile = f"t{TILE_M}x{TILE_N}x{STAGE_K}"
+    act = "swiglu" if is_plain(config) else "clamped"
+    return {
+        "forward": f"forward|bf16|{act}|{tile}|s4|c2",
+        "gate_up": f"gate_up|bf16|{act}|{tile}|s4|c2",
+        "down_grad": f"down_grad|bf16|{act}|{tile}|s3|c2",
+        "gate_up_grad": f"gate_up_grad|bf16|{tile}|s4|c2",
+        "wgrad_bf16": f"wgrad|bf16|{tile}|s4|c2",
+        "wgrad_f32": f"wgrad|fp32|{tile}|s4|c2",
+    }[op]
+
+
+def kernel_keys(config: MegaMoEConfig) -> tuple[str, ...]:
+    """Keys of every kernel that a call may need."""
+    ops = ("forward", "gate_up", "down_grad", "gate_up_grad", "wgrad_bf16", "wgrad_f32")
+    return (PLAN, PREPARE, COMBINE, GATHER, *(gemm_key(op, config) for op in ops))
+
+
+def is_plain(config: MegaMoEConfig) -> bool:
+    """Whether the activation is SiLU-gated without clamp, slope or offset: a kernel class of its own."""
+    activation = config.activation
+    return activation.clamp is None and activation.alpha == 1.0 and activation.up_offset == 0.0
+
+
+@lru_cache(maxsize=64)
+def sm_count(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 class Call:
-    """The launches of one forward or backward on the current stream."""
+    """The launches of one forward or backward on the current stream. `plan` is set before the first of them."""
 
     def __init__(self, runtime: RuntimeView, x: Tensor, fault: Tensor) -> None:
         self.config = config = runtime.config
-        self.x, self.fault = x, fault.data_ptr()
+        self.device, self.fault = x.device, fault.data_ptr()
         self.tokens = x.shape[0]
         self.index = x.device.index
         self.stream = torch.cuda.current_stream(x.device).cuda_stream
-        sms = torch.cuda.get_device_properties(x.device).multi_processor_count - config.reserved_sms(1)
-        self.sms = max(2, min(config.num_sms or sms, sms))
+        available = sm_count(self.index) - config.reserved_sms(1)
+        self.sms = max(2, min(config.num_sms or available, available))
         act = config.activation
-        self.plain = act.clamp is None and act.alpha == 1.0 and act.up_offset == 0.0
-        self.activation = {
-            "alpha": act.alpha,
-            "clamp": math.inf if act.clamp is None else act.clamp,
-            "up_offset": act.up_offset,
-            "reserved": 0,
-        }
+        clamp = math.inf if act.clamp is None else act.clamp
+        self.activation = {"alpha": act.alpha, "clamp": clamp, "up_offset": act.up_offset}
+        self.plan = PlanView(0, 0, 0, 0)
+
+    def use_plan(self, plan: Tensor) -> None:
+        base, experts = plan.data_ptr(), self.config.num_experts
+        slot_row = base + 4 * (2 * experts + 1)
+        self.plan = PlanView(base, base + 4 * experts, slot_row, slot_row + 4 * self.tokens * self.config.topk)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.x.device)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def kernel(self, key: str) -> Kernel:
-        return load_kernel(key, device=self.index)
+    def counters(self, pool: int, sets: int) -> Tensor:
+        """Counters of 64 pool rows each; the plan kernel or `prepare` zeroes them."""
+        return self.empty(sets, pool // _COUNTER_ROWS, dtype=torch.int32)
 
-    def _run(self, kernel: Kernel, grid: int, args: dict[str, Any], tensors: dict[str, maps.Map] | None = None) -> None:
+    def _run(self, key: str, grid: int, args: dict[str, Any], tensors: dict[str, maps.Map] | None = None) -> None:
+        kernel: Kernel = load_kernel(key, device=self.index)
         kernel.launch(grid=grid, stream=self.stream, args=args, maps=tensors)
 
-    def dispatch(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        plan: Tensor,
-        counts: tuple[Tensor, Tensor],
-        x_rows: Tensor,
-        score: Tensor,
+    def make_plan(
+        self, topk_ids: Tensor, topk_weights: Tensor, counts: tuple[Tensor, Tensor], score: Tensor, counters: Tensor
     ) -> None:
-        config = self.config
-        at = plan_view(plan, config.num_experts)
+        at = self.plan
         args = {
             "ids": topk_ids.data_ptr(),
             "weights": topk_weights.data_ptr(),
-            "x": x.data_ptr(),
-            "pool": x_rows.data_ptr(),
             "counts": at.counts,
             "starts": at.starts,
             "slot_row": at.slot_row,
+            "row_src": at.row_src,
             "tokens_per_expert": counts[0].data_ptr(),
             "recv_per_expert": counts[1].data_ptr(),
             "row_score": score.data_ptr(),
+            "counters": counters.data_ptr(),
             "fault": self.fault,
             "tokens": self.tokens,
-            "topk": config.topk,
-            "num_experts": config.num_experts,
-            "row_bytes": config.hidden * 2,
+            "topk": self.config.topk,
+            "num_experts": self.config.num_experts,
+            "num_counters": counters.numel(),
+            "pool_rows": score.shape[0],
             "wide_ids": int(topk_ids.dtype == torch.int64),
-            "reserved": 0,
         }
-        self._run(self.kernel("dispatch|b16"), self.sms, args)
+        self._run(PLAN, _PLAN_CTAS, args)
 
-    def replay(
-        self,
-        plan: Tensor,
-        dy: Tensor,
-        x: Tensor | None,
-        topk_weights: Tensor,
-        dy_rows: Tensor,
-        x_rows: Tensor | None,
-        score: Tensor,
-    ) -> None:
-        config = self.config
-        at = plan_view(plan, config.num_experts)
+    def prepare(self, topk_weights: Tensor, score: Tensor, counters: Tensor) -> None:
         args = {
-            "dy": dy.data_ptr(),
-            "x": 0 if x is None else x.data_ptr(),
-            "dy_pool": dy_rows.data_ptr(),
-            "x_pool": 0 if x_rows is None else x_rows.data_ptr(),
-            "slot_row": at.slot_row,
-            "counts": at.counts,
-            "starts": at.starts,
+            "slot_row": self.plan.slot_row,
+            "counts": self.plan.counts,
+            "starts": self.plan.starts,
             "weights": topk_weights.data_ptr(),
             "row_score": score.data_ptr(),
-            "tokens": self.tokens,
-            "topk": config.topk,
-            "num_experts": config.num_experts,
-            "row_bytes": config.hidden * 2,
+            "counters": counters.data_ptr(),
+            "slots": self.tokens * self.config.topk,
+            "num_experts": self.config.num_experts,
+            "num_counters": counters.numel(),
+            "reserved": 0,
         }
-        self._run(self.kernel("replay|b16"), 2 * self.sms, args)
+        self._run(PREPARE, self.sms, args)
+
+    def gather(self, src: Tensor, dst: Tensor) -> None:
+        args = {
+            "x": src.data_ptr(),
+            "row_src": self.plan.row_src,
+            "pool": dst.data_ptr(),
+            "rows": dst.shape[0],
+            "row_bytes": dst.shape[1] * 2,
+        }
+        self._run(GATHER, 8 * self.sms, args)
 
     def combine(
+        self, pool: Tensor | None, y: Tensor | None, parts: Tensor | None = None, dscore: Tensor | None = None
+    ) -> None:
+        """y from the pool, and the scores' gradients from their parts, whichever are asked for."""
+        wants = dscore is not None and parts is not None
+        args = {
+            "pool": _address(pool),
+            "slot_row": self.plan.slot_row,
+            "y": _address(y),
+            "score_parts": _address(parts if wants else None),
+            "dscore": _address(dscore),
+            "tokens": self.tokens,
+            "topk": self.config.topk,
+            "hidden": self.config.hidden,
+            "parts": parts.shape[1] if wants and parts is not None else 0,
+        }
+        self._run(COMBINE, 8 * self.sms, args)
+
+    def forward(
         self,
-        plan: Tensor,
-        pool: Tensor | None,
-        y: Tensor | None,
-        parts: Tensor | None = None,
-        dscore: Tensor | None = None,
+        pull: Pull,
+        weights: tuple[Weights, Tensor],
+        h: Tensor,
+        preact: Tensor | None,
+        score: Tensor,
+        y_rows: Tensor,
+        h_done: Tensor,
     ) -> None:
         config = self.config
-        if dscore is None:
-            parts = None
-        args = {
-            "pool": 0 if pool is None else pool.data_ptr(),
-            "slot_row": plan_view(plan, config.num_experts).slot_row,
-            "y": 0 if y is None else y.data_ptr(),
-            "score_parts": 0 if parts is None else parts.data_ptr(),
-            "dscore": 0 if dscore is None else dscore.data_ptr(),
-            "tokens": self.tokens,
-            "topk": config.topk,
-            "hidden": config.hidden,
-            "parts": 0 if parts is None else parts.shape[1],
+        gate, up = maps.halves(*_split(weights[0]))
+        x_rows = maps.rows(pull.dst)
+        intermediate = config.intermediate
+        tensors = {
+            "x": x_rows,
+            "gate": maps.reduce_cols(gate),
+            "up": maps.reduce_cols(up),
+            "z": x_rows if preact is None else maps.row_halves(preact.data_ptr(), h.shape[0], intermediate),
+            "h": maps.rows(h),
+            "down": maps.reduce_cols(maps.matrices(weights[1])),
+            "y": maps.rows(y_rows),
         }
-        self._run(self.kernel("combine|bf16"), 8 * self.sms, args)
+        args = {
+            "counts": self.plan.counts,
+            "starts": self.plan.starts,
+            "row_score": score.data_ptr(),
+            "pull_src": pull.src.data_ptr(),
+            "pull_dst": pull.dst.data_ptr(),
+            "row_src": self.plan.row_src,
+            "arrivals": _address(pull.arrivals),
+            "h_done": h_done.data_ptr(),
+            "fault": self.fault,
+            "num_experts": config.num_experts,
+            "hidden": config.hidden,
+            "intermediate": intermediate,
+            "lag": self._lag(),
+            "keep_z": int(preact is not None),
+            **self.activation,
+        }
+        self._run(gemm_key("forward", config), self.sms // 2 * 2, args, tensors)
+
+    def _lag(self) -> int:
+        """Experts that gate/up runs ahead of down: two waves of its tiles at the mean number of rows."""
+        config = self.config
+        rows = math.ceil(self.tokens * config.topk / config.num_experts)
+        tiles = math.ceil(rows / TILE_M) * math.ceil(config.intermediate / (TILE_N // 2))
+        return min(config.num_experts, math.ceil(2 * self.sms / max(tiles, 1)))
 
     def _blocks(
         self,
-        key: str,
-        plan: Tensor,
+        op: str,
         tensors: dict[str, maps.Map],
+        pull: Pull | None = None,
         *,
         k_steps: int,
         columns: int,
@@ -177,27 +234,32 @@ class Call:
         **extra: int,
     ) -> None:
         """A GEMM with rows grouped by expert. Maps that a kernel does not read repeat one that it does."""
-        at = plan_view(plan, self.config.num_experts)
         args: dict[str, Any] = {
-            "counts": at.counts,
-            "starts": at.starts,
+            "counts": self.plan.counts,
+            "starts": self.plan.starts,
             "row_score": 0,
             "score_parts": 0,
+            "pull_src": _address(pull and pull.src),
+            "pull_dst": _address(pull and pull.dst),
+            "row_src": self.plan.row_src,
+            "arrivals": _address(pull and pull.arrivals),
             "fault": self.fault,
             "num_experts": self.config.num_experts,
             "k_steps": k_steps,
             "split": k_steps,
             "columns": columns,
             "n_tiles": math.ceil(columns / tile_columns),
-            "store_preact": 0,
+            "keep_z": 0,
+            "pull_bytes": self.config.hidden * 2,
             **self.activation,
             **extra,
         }
         filler = tensors["a"]
         every = {name: tensors.get(name, filler) for name in ("a", "b0", "b1", "out0", "out1", "in1")}
-        self._run(self.kernel(key), self.sms // 2 * 2, args, every)
+        self._run(gemm_key(op, self.config), self.sms // 2 * 2, args, every)
 
-    def gate_up(self, plan: Tensor, x_rows: Tensor, weights: Weights, h: Tensor, preact: Tensor | None) -> None:
+    def gate_up(self, pull: Pull | None, x_rows: Tensor, weights: Weights, h: Tensor, preact: Tensor) -> None:
+        """z and h again, from rows that this launch pulls or that are there."""
         config = self.config
         gate, up = maps.halves(*_split(weights))
         tensors = {
@@ -205,64 +267,28 @@ class Call:
             "b0": maps.reduce_cols(gate),
             "b1": maps.reduce_cols(up),
             "out0": maps.rows(h),
+            "out1": maps.row_halves(preact.data_ptr(), h.shape[0], config.intermediate),
         }
-        if preact is not None:
-            tensors["out1"] = maps.row_halves(preact.data_ptr(), h.shape[0], config.intermediate)
-        self._blocks(
-            f"gate_up|bf16|{'swiglu' if self.plain else 'clamped'}|{_TILE}|s4|c2",
-            plan,
-            tensors,
-            k_steps=config.hidden // _STAGE_K,
-            columns=config.intermediate,
-            tile_columns=128,
-            store_preact=int(preact is not None),
-        )
-
-    def down(self, plan: Tensor, h: Tensor, w_down: Tensor, score: Tensor, y_rows: Tensor) -> None:
-        config = self.config
-        tensors = {"a": maps.rows(h), "b0": maps.reduce_cols(maps.matrices(w_down)), "out0": maps.rows(y_rows)}
-        self._blocks(
-            f"down|bf16|scored|{_TILE}|s4|c2",
-            plan,
-            tensors,
-            k_steps=config.intermediate // _STAGE_K,
-            columns=config.hidden,
-            tile_columns=256,
-            row_score=score.data_ptr(),
-        )
+        sizes = {"k_steps": config.hidden // STAGE_K, "columns": config.intermediate, "tile_columns": TILE_N // 2}
+        self._blocks("gate_up", tensors, pull, **sizes, keep_z=1)
 
     def down_grad(
-        self,
-        plan: Tensor,
-        dy_rows: Tensor,
-        w_down: Tensor,
-        preact: Tensor,
-        score: Tensor,
-        dz: Tensor,
-        scaled: Tensor,
-        parts: Tensor,
+        self, pull: Pull, w_down: Tensor, preact: Tensor, score: Tensor, dz: Tensor, scaled: Tensor, parts: Tensor
     ) -> None:
         config = self.config
         pool = dz.shape[0]
         tensors = {
-            "a": maps.rows(dy_rows),
+            "a": maps.rows(pull.dst),
             "b0": maps.reduce_rows(maps.matrices(w_down)),
             "out0": maps.rows(scaled),
             "out1": maps.row_halves(dz.data_ptr(), pool, config.intermediate),
             "in1": maps.row_halves(preact.data_ptr(), pool, config.intermediate),
         }
-        self._blocks(
-            f"down_grad|bf16|{'swiglu' if self.plain else 'clamped'}|{_TILE}|s3|c2",
-            plan,
-            tensors,
-            k_steps=config.hidden // _STAGE_K,
-            columns=config.intermediate,
-            tile_columns=256,
-            row_score=score.data_ptr(),
-            score_parts=parts.data_ptr(),
-        )
+        sizes = {"k_steps": config.hidden // STAGE_K, "columns": config.intermediate, "tile_columns": TILE_N}
+        addresses = {"row_score": score.data_ptr(), "score_parts": parts.data_ptr()}
+        self._blocks("down_grad", tensors, pull, **sizes, **addresses)
 
-    def gate_up_grad(self, plan: Tensor, dz: Tensor, weights: Weights, dx_rows: Tensor) -> None:
+    def gate_up_grad(self, pull: Pull | None, dz: Tensor, weights: Weights, dx_rows: Tensor) -> None:
         config = self.config
         gate, up = maps.halves(*_split(weights))
         tensors = {
@@ -271,20 +297,12 @@ class Call:
             "b1": maps.reduce_rows(up),
             "out0": maps.rows(dx_rows),
         }
-        half = config.intermediate // _STAGE_K
-        self._blocks(
-            f"gate_up_grad|bf16|{_TILE}|s4|c2",
-            plan,
-            tensors,
-            k_steps=2 * half,
-            columns=config.hidden,
-            tile_columns=256,
-            split=half,
-        )
+        half = config.intermediate // STAGE_K
+        sizes = {"k_steps": 2 * half, "columns": config.hidden, "tile_columns": TILE_N}
+        self._blocks("gate_up_grad", tensors, pull, **sizes, split=half)
 
     def wgrad(
         self,
-        plan: Tensor,
         operands: tuple[Tensor, Tensor | None, Tensor, Tensor],
         dw_gate_up: Weights | None,
         dw_down: Tensor | None,
@@ -305,10 +323,9 @@ class Call:
             tensors["down"] = maps.gradient(maps.matrices(dw_down), word)
         filler = next(iter(tensors.values()))
         every = {name: tensors.get(name, filler) for name in ("a0", "b0", "a1", "b1", "gate", "up", "down")}
-        at = plan_view(plan, config.num_experts)
         args = {
-            "counts": at.counts,
-            "starts": at.starts,
+            "counts": self.plan.counts,
+            "starts": self.plan.starts,
             "fault": self.fault,
             "num_experts": config.num_experts,
             "hidden": config.hidden,
@@ -317,8 +334,11 @@ class Call:
             "do_down": int(dw_down is not None),
             "reserved": 0,
         }
-        key = f"wgrad|{'fp32' if word == 'f32' else 'bf16'}|{_TILE}|s4|c2"
-        self._run(self.kernel(key), self.sms // 2 * 2, args, every)
+        self._run(gemm_key(f"wgrad_{word}", config), self.sms // 2 * 2, args, every)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _split(weights: Weights) -> tuple[Tensor, Tensor | None]:

@@ -26,6 +26,7 @@ from prime_kernels.errors import ConfigMismatch
 from prime_kernels.moe import exchange
 from prime_kernels.moe.activation import swiglu
 from prime_kernels.moe.backend import Backend, BackwardResult, ForwardResult, Needs
+from prime_kernels.moe.matmul_precision import full_precision
 from prime_kernels.moe.recipe import Operands
 from prime_kernels.moe.reference_experts import (
     NEED_DSCORE,
@@ -65,6 +66,7 @@ class ReferenceBackend(Backend):
         rows, width = super().preact_shape(config, num_tokens=num_tokens, ep_size=ep_size, save=save)
         return rows, width + (config.hidden if save == "full" else 0)
 
+    @full_precision()
     def forward(
         self,
         runtime: RuntimeView,
@@ -104,6 +106,7 @@ class ReferenceBackend(Backend):
             self._saved(runtime, save, x.shape[0], z, rows),
         )
 
+    @full_precision()
     def backward(
         self,
         runtime: RuntimeView,

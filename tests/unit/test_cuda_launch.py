@@ -51,6 +51,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    cuda_launch.sm_count.cache_clear()
     return spy
 
 
@@ -86,9 +87,9 @@ def test_every_launch_packs_against_the_kernels_own_structs(
 ) -> None:
     config = config_of()
     forward, backward = step(config, tokens, save=save, pair=pair)
-    forward_names = ["pk_dispatch", "pk_gate_up", "pk_down", "pk_combine"]
+    forward_names = ["pk_plan", "pk_forward", "pk_combine"]
     again = ["pk_gate_up"] if save == "inputs" else []
-    backward_names = ["pk_replay", *again, "pk_down_grad", "pk_gate_up_grad", "pk_wgrad", "pk_combine"]
+    backward_names = ["pk_prepare", *again, "pk_down_grad", "pk_gate_up_grad", "pk_wgrad", "pk_combine"]
     assert launches.names() == forward_names + backward_names
     assert forward.y.shape == backward.dx.shape == (tokens, 192)
     assert backward.dtopk_weights.shape == (tokens, 2)
@@ -97,7 +98,7 @@ def test_every_launch_packs_against_the_kernels_own_structs(
 
 def test_activation_class_and_gradient_type_choose_the_kernel(launches: Launches) -> None:
     step(config_of(activation=SwiGLU(clamp=7.0, alpha=1.702, up_offset=1.0)), 8)
-    clamped = [args for name, _, args, _ in launches.seen if name in ("pk_gate_up", "pk_down_grad")]
+    clamped = [args for name, _, args, _ in launches.seen if name in ("pk_forward", "pk_down_grad")]
     assert [(a["clamp"], a["alpha"], a["up_offset"]) for a in clamped] == [(7.0, 1.702, 1.0)] * 2
 
 
@@ -111,28 +112,34 @@ def test_activation_class_and_gradient_type_choose_the_kernel(launches: Launches
 )
 def test_gradients_that_are_not_needed_are_not_computed(launches: Launches, needs: Needs, absent: str) -> None:
     _, backward = step(config_of(), 8, needs=needs)
-    assert absent not in launches.names()[4:]
+    assert absent not in launches.names()[3:]
     results = (backward.dx, backward.dtopk_weights, backward.dw_gate_up, backward.dw_down)
     assert [r is not None for r in results] == list(needs)
 
 
 def test_rows_of_x_are_copied_again_only_where_they_are_read(launches: Launches) -> None:
-    def copied(save: str, needs: Needs) -> bool:
+    def copied(save: str, needs: Needs) -> str | None:
         launches.seen.clear()
         step(config_of(), 8, save=save, needs=needs)
-        return any(args["x"] != 0 for name, _, args, _ in launches.seen if name == "pk_replay")
+        pulling = [name for name, _, args, _ in launches.seen[3:] if args.get("pull_src")]
+        pulling += [name for name in launches.names() if name == "pk_gather_rows"]
+        pulling.remove("pk_down_grad")  # rows of dy
+        assert len(pulling) <= 1
+        return pulling[0] if pulling else None
 
-    assert copied("preact", ALL)
-    assert not copied("full", ALL)
-    assert not copied("preact", Needs(True, True, False, True))
-    assert copied("inputs", Needs(True, True, False, True))
+    frozen_gate_up, frozen_x = Needs(True, True, False, True), Needs(False, True, True, True)
+    assert copied("preact", ALL) == "pk_gate_up_grad"
+    assert copied("full", ALL) is None
+    assert copied("preact", frozen_gate_up) is None
+    assert copied("inputs", frozen_gate_up) == "pk_gate_up"
+    assert copied("preact", frozen_x) == "pk_gather_rows"
 
 
 def test_grids_are_even_and_stay_within_num_sms(launches: Launches) -> None:
     step(config_of(num_sms=7), 8)
     grids = {name: grid for name, grid, *_ in launches.seen}
-    assert grids["pk_gate_up"] == grids["pk_wgrad"] == 6
-    assert grids["pk_dispatch"] == 7
+    assert grids["pk_forward"] == grids["pk_wgrad"] == 6
+    assert grids["pk_plan"] == 8  # one cluster, whatever the SMs
 
 
 def test_the_pool_holds_every_route_however_the_experts_fill() -> None:
