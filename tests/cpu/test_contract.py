@@ -291,6 +291,40 @@ def test_autocast_and_default_devices_do_not_reach_into_the_layer(precision):
                 assert_same_bits(run(case, runtime), expected)
 
 
+@pytest.mark.parametrize("how", ["process", "backend"])
+def test_reduced_matmul_precision_does_not_reach_into_the_reference(how):
+    case = make_case(dtype=torch.float32)
+    with open_runtime(case) as runtime:
+        expected = run(case, runtime)
+        switch = torch.backends.mkldnn.matmul
+        before = switch.fp32_precision
+        try:
+            if how == "process":
+                torch.set_float32_matmul_precision("medium")
+            else:
+                switch.fp32_precision = "bf16"
+            for _ in range(3):
+                assert_same_bits(run(case, runtime), expected)
+                assert switch.fp32_precision == "bf16", "the setting of the process is back"
+        finally:
+            if how == "process":
+                torch.set_float32_matmul_precision("highest")
+            switch.fp32_precision = before
+
+
+def test_backward_can_run_twice_on_a_retained_graph():
+    case = make_case(dtype=torch.float32)
+    with open_runtime(case) as runtime:
+        x, topk_weights, w_gate_up, w_down = leaves_of(case)
+        y = mega_moe(x, case.topk_ids, topk_weights, w_gate_up, w_down, runtime=runtime)
+        y.backward(case.dy, retain_graph=True)
+        once = x.grad.clone()
+        y.backward(case.dy)
+        assert torch.equal(x.grad, once + once)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            y.backward(case.dy)
+
+
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(
     experts=st.integers(1, 9),

@@ -203,6 +203,9 @@ def test_a_checkpointed_call_needs_a_runtime(use_reentrant):
         assert caught.value.facts["argument"] == "runtime"
         # One that exists by now changes nothing: the rule is the same on every rank and in every step.
         mega_moe(x, CASE.topk_ids, scores, gate_up, down)
+    # torch 2.9 leaves its saved-tensor hooks in force until the frames of an error inside a checkpoint are gone.
+    del caught
+    gc.collect()
 
 
 def experts_of(case, config, **arguments):
