@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -12,12 +13,13 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from build_tools import toolchain
 from build_tools.variants import KERNELS, ROOT, read_variants
 
 FOLDER = Path(__file__).resolve().parent
 CACHE = ROOT / "build" / "host_cxx"
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-missing-field-initializers")
-FLAGS = ("-std=c++20", "-O1", *WARNINGS, "-include", "shim.hpp")
+FLAGS = ("-std=c++20", "-O1", *WARNINGS)
 
 _CASE = re.compile(r"^CASE\((\w+)\)", re.M)
 
@@ -35,6 +37,22 @@ def programs() -> dict[str, list[str]]:
     return {path.stem: _CASE.findall(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.cpp"))}
 
 
+def cutlass_headers() -> tuple[Path, ...] | str:
+    """Include folders of CUTLASS and of the CUDA headers it needs, or a sentence that says what is missing."""
+    spec = importlib.util.find_spec("deep_gemm")
+    homes = [Path(spec.origin).parent] if spec is not None and spec.origin else []
+    for home in (*homes, ROOT / "build" / "deep_gemm" / "deep_gemm"):
+        if (home / "include" / "cute" / "tensor.hpp").is_file():
+            break
+    else:
+        return "no CUTLASS here; run pip install --no-deps --target build/deep_gemm sgl-deep-gemm==0.1.4"
+    cuda = toolchain.installed()
+    if cuda is None:
+        return "CUTLASS needs the CUDA headers in build/toolchain; run python -m build_tools.toolchain"
+    include = cuda.nvcc.parents[1] / "include"
+    return home / "include", include, include / "cccl"
+
+
 def variants_header() -> str:
     """EACH_VARIANT(X): X(key, max_regs, type) for every row of variants.toml."""
     variants = read_variants()
@@ -43,23 +61,17 @@ def variants_header() -> str:
     return "\n".join([*includes, "#define EACH_VARIANT(X) \\", " \\\n".join(rows), ""])
 
 
-@functools.cache
-def _sources() -> dict[str, bytes]:
-    """What a program may include, by its path in the build: the kernels, this folder, the generated table."""
-    found = {f"kernels/{p.relative_to(KERNELS).as_posix()}": p for p in sorted(KERNELS.rglob("*.cuh"))}
-    found |= {p.relative_to(FOLDER).as_posix(): p for p in sorted(FOLDER.rglob("*.[hc][pu][ph]"))}
-    found |= {p.relative_to(FOLDER).as_posix(): p for p in sorted(FOLDER.rglob("*.cuh"))}
-    texts = {name: path.read_bytes() for name, path in found.items() if not name.endswith(".cpp")}
-    return texts | {"variants.hpp": variants_header().encode()}
-
-
-def _places(name: str) -> list[str]:
-    """Where a source is put. A simulated kernel is the kernel itself with sim/ptx in the place of ptx/."""
-    if name.startswith("sim/ptx/"):
-        return [f"simulated/{name.removeprefix('sim/')}"]
-    if name.startswith("kernels/") and not name.startswith("kernels/ptx/"):
-        return [name, f"simulated/{name.removeprefix('kernels/')}"]
-    return [name]
+def _device_sources() -> dict[str, bytes]:
+    """Device headers by place: kernels/ is kernels_src/; simulated/ is the same with sim/ptx in the place of ptx/."""
+    found: dict[str, bytes] = {"kernels/variants.hpp": variants_header().encode()}
+    for path in sorted(KERNELS.rglob("*.cuh")):
+        name = path.relative_to(KERNELS).as_posix()
+        found[f"kernels/{name}"] = path.read_bytes()
+        if not name.startswith("ptx/"):
+            found[f"simulated/{name}"] = found[f"kernels/{name}"]
+    for path in sorted((FOLDER / "sim" / "ptx").glob("*.cuh")):
+        found[f"simulated/ptx/{path.name}"] = path.read_bytes()
+    return found
 
 
 def _digest(parts: list[bytes]) -> str:
@@ -71,16 +83,15 @@ def _digest(parts: list[bytes]) -> str:
 
 @functools.cache
 def tree() -> Path:
-    """A folder with everything that programs include; device headers of one content have one folder."""
-    sources = _sources()
+    """A folder with the device headers; one folder per content, so that what was compiled stays what it was."""
+    sources = _device_sources()
     folder = CACHE / f"tree-{_digest([part for name in sources for part in (name.encode(), sources[name])])}"
     if not folder.is_dir():
         CACHE.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=CACHE, prefix="new-"))
         for name, content in sources.items():
-            for place in _places(name):
-                (scratch / place).parent.mkdir(parents=True, exist_ok=True)
-                (scratch / place).write_bytes(content)
+            (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+            (scratch / name).write_bytes(content)
         try:
             scratch.rename(folder)
         except OSError:  # another process was first, with the same content
@@ -88,23 +99,25 @@ def tree() -> Path:
     return folder
 
 
-def build(program: str, *, compiler: str, extra: tuple[str, ...] = ()) -> Path:
+def build(program: str, *, compiler: str, others: tuple[Path, ...] = ()) -> Path:
     """The executable of a program; compiled only if its sources, the compiler or the options are new.
 
     Args:
         program: Name of a .cpp file of this folder, without the suffix.
         compiler: Name or path of a C++20 compiler.
-        extra: More options, for example include paths of an optional package.
+        others: Include folders of other projects; they bring the words of CUDA, so the shim stays out.
 
     Raises:
         AssertionError: it does not compile; the message is the compiler's.
     """
-    include = tree()
     source = FOLDER / f"{program}.cpp"
+    headers = [path.read_bytes() for path in sorted(FOLDER.rglob("*.hpp"))]
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    kernels = "simulated" if b'"sim/' in source.read_bytes() else "kernels"
-    options = (*FLAGS, f"-I{include}", "-isystem", f"{include}/{kernels}", *extra)
-    out = CACHE / f"{program}-{_digest([source.read_bytes(), version, *(o.encode() for o in options)])}"
+    kernels = tree() / ("simulated" if b'"sim/' in source.read_bytes() else "kernels")
+    options = [*FLAGS, f"-I{FOLDER}", *(f"-isystem{folder}" for folder in (kernels, *others))]
+    options += [] if others else ["-include", "shim.hpp"]
+    digest = _digest([source.read_bytes(), *headers, version, *(o.encode() for o in options)])
+    out = CACHE / f"{program}-{digest}"
     if not out.is_file():
         scratch = out.with_name(f"{out.name}.{os.getpid()}")
         command = [compiler, *options, str(source), "-o", str(scratch)]
