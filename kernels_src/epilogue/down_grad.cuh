@@ -5,14 +5,12 @@
 // Layer:      epilogue.
 //
 // Threads:    z arrives by TMA in pairs of slabs (gate, up), two pairs in turn; the first two are
-// asked for before the
-//             multiplication, so they hide under it. dz leaves from the slabs z arrived in; score *
-//             h has one of its own.
+//             asked for before the multiplication, so they hide under it. dz leaves from the slabs
+//             z arrived in; score * h has one of its own.
 //
 // Numerics:   d score = <dh', h> with h rounded to bf16 as in the forward; no division by the
-// score, so zero and negative
-//             scores keep their gradient. Partial sums per n-tile are added later in ascending
-//             order.
+//             score, so zero and negative scores keep their gradient. Partial sums per n-tile are
+//             added later in ascending order.
 #pragma once
 #include "../layout/gemm_smem.cuh"
 #include "../mma/policy.cuh"

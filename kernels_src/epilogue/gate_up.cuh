@@ -4,8 +4,7 @@
 // Layer:      epilogue.
 //
 // Numerics:   z is rounded to bf16 and h is computed from the rounded z, so that the backward,
-// which recomputes h from the
-//             saved z, sees the same bits.
+//             which recomputes h from the saved z, sees the same bits.
 #pragma once
 #include "../layout/gemm_smem.cuh"
 #include "../mma/policy.cuh"

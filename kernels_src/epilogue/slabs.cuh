@@ -2,7 +2,7 @@
 // epilogue/slabs.cuh: moving accumulator fragments through shared-memory slabs into TMA stores.
 //
 // Layer:      epilogue. One instance per math warpgroup; all 128 threads call every function
-// together.
+//             together.
 //
 // Invariants: a slab is written only after the store that last read it has finished reading.
 #pragma once

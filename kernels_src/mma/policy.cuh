@@ -5,8 +5,8 @@
 // Layer:      mma.
 //
 // Fragment:   a warpgroup holds 64 rows x 256 columns; thread (warp w, lane l) rows 16w + l/4 and
-// that + 8; values
-//             4j .. 4j+3 are columns 8j + 2(l%4) and + 1 of the first row, then of the second.
+//             that + 8; values 4j .. 4j+3 are columns 8j + 2(l%4) and + 1 of the first row, then of
+//             the second.
 #pragma once
 #include "../common/types.cuh"
 

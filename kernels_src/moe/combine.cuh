@@ -7,8 +7,7 @@
 // Threads:    256, any number of CTAs; a thread per 8 columns of a token.
 //
 // Numerics:   fp32 sums in slot order, one rounding to bf16; zeros for a token without any expert.
-// The same bits on every
-//             run, whatever the grid.
+//             The same bits on every run, whatever the grid.
 #pragma once
 #include "../common/launch_meta.cuh"
 #include "../common/types.cuh"

@@ -3,7 +3,7 @@
 // pk_gate_up.
 //
 // Layer:      moe. A tile is 128 rows x (128 gate + 128 up columns) of the natural weights: no
-// interleaving.
+//             interleaving.
 #pragma once
 #include "../epilogue/gate_up.cuh"
 #include "block_gemm.cuh"

@@ -2,7 +2,7 @@
 // moe/gemm_args.cuh: arguments of the grouped GEMMs.
 //
 // Layer:      moe. Shapes and boxes of the tensor maps are stated here and made in
-// prime_kernels/moe/cuda_maps.py.
+//             prime_kernels/moe/cuda_maps.py.
 #pragma once
 #include "../common/fault.cuh"
 #include "../common/types.cuh"

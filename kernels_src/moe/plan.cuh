@@ -4,14 +4,12 @@
 // Layer:      moe (arch-free).
 //
 // Threads:    one cluster of eight CTAs of 1,024. Every warp owns a contiguous range of slots: it
-// counts them per expert,
-//             prefix sums over warps and CTAs turn the counts into first rows, and it walks its
-//             range again to place them.
+//             counts them per expert, prefix sums over warps and CTAs turn the counts into first
+//             rows, and it walks its range again to place them.
 //
 // Invariants: within an expert, rows stand in (token, slot) order: no atomics decide an order, so
-// the same routing gives the
-//             same plan, bit for bit. Experts start at multiples of 64 rows; rows between them have
-//             row_src -1, score 0.
+//             the same routing gives the same plan, bit for bit. Experts start at multiples of 64
+//             rows; rows between them have row_src -1, score 0.
 #pragma once
 #include "../common/fault.cuh"
 #include "../common/launch_meta.cuh"

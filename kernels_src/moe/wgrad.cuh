@@ -5,10 +5,9 @@
 // Layer:      moe.
 //
 // Invariants: one CTA owns an output tile and adds all rows of the expert in pool order, fp32 in
-// registers: the same bits on
-//             every run. An expert without rows gets exact zeros, or is left alone when adding.
-//             Rows between an expert's last and the next multiple of 64 are zero in all four
-//             operands.
+//             registers: the same bits on every run. An expert without rows gets exact zeros, or is
+//             left alone when adding. Rows between an expert's last and the next multiple of 64 are
+//             zero in all four operands.
 #pragma once
 #include "../epilogue/weight_grad.cuh"
 #include "../mma/sm90.cuh"

@@ -5,7 +5,7 @@
 // Layer:      pipeline (arch-free).
 //
 // Invariants: one writer (the scheduler warp's lane 0); kTileReaders arrivals free an entry; nobody
-// else derives the order.
+//             else derives the order.
 #pragma once
 #include "../common/types.cuh"
 #include "ring.cuh"

@@ -4,10 +4,9 @@
 // Layer:      pipeline (arch-free).
 //
 // Invariants: a wait always returns. After the first one that ran out of time the role is `dead`:
-// it waits no more, issues
-//             no copy, and walks to its end, so that the CTA and its cluster leave together.
-//             Leaving from inside the loop instead (exit, trap) makes ptxas serialise every
-//             tensor-core instruction of the kernel.
+//             it waits no more, issues no copy, and walks to its end, so that the CTA and its
+//             cluster leave together. Leaving from inside the loop instead (exit, trap) makes ptxas
+//             serialise every tensor-core instruction of the kernel.
 #pragma once
 #include "../common/fault.cuh"
 #include "../common/types.cuh"

@@ -4,8 +4,7 @@
 // Layer:      roles.
 //
 // Threads:    384 in clusters of two, persistent. Warp 0 loads (one thread), warp 1 schedules,
-// warps 2-3
-//             pull rows, warpgroups 1 and 2 multiply.
+//             warps 2-3 pull rows, warpgroups 1 and 2 multiply.
 #pragma once
 #include "../common/launch_meta.cuh"
 #include "../common/types.cuh"

@@ -9,8 +9,8 @@
 // other. B waits for nobody, so it goes first.
 //
 // Invariants: a stage is refilled only after the math warps of both CTAs have released it, because
-// either CTA may write
-//             into the other's stage. Returns only when every copy into this CTA has been consumed.
+//             either CTA may write into the other's stage. Returns only when every copy into this
+//             CTA has been consumed.
 #pragma once
 #include "../common/types.cuh"
 #include "../layout/gemm_smem.cuh"

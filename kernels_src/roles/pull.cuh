@@ -4,8 +4,8 @@
 // Layer:      roles (arch-free). Two warps of every CTA, converged; they wait for nothing.
 //
 // Invariants: rows are copied in pool order, which is the order in which tiles ask for them. Every
-// 64 rows have a counter
-//             that reaches 64 when all of them, zeroed padding included, may be read by TMA.
+//             64 rows have a counter that reaches 64 when all of them, zeroed padding included, may
+//             be read by TMA.
 #pragma once
 #include "../common/types.cuh"
 #include "../ptx/fence.cuh"

@@ -4,7 +4,7 @@
 // Layer:      roles (arch-free). One warp, converged; lane 0 writes the ring.
 //
 // Invariants: both CTAs of a pair compute the same task list and take their own half of each task,
-// without talking.
+//             without talking.
 #pragma once
 #include "../common/types.cuh"
 #include "../pipeline/tile_ring.cuh"

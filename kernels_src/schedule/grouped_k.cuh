@@ -9,7 +9,7 @@
 // read from L2.
 //
 // Invariants: the tasks of an expert cover every (weight, m-tile, n-tile) exactly once
-// (tests/host_cxx).
+//             (tests/host_cxx).
 #pragma once
 #include "../common/types.cuh"
 

@@ -9,7 +9,7 @@
 // L2.
 //
 // Invariants: the tasks of all experts, in order, cover every (m-block, n-tile) exactly once
-// (tests/host_cxx).
+//             (tests/host_cxx).
 #pragma once
 #include "../common/types.cuh"
 
