@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from prime_kernels import mega_moe, prepare_weights
+from prime_kernels import MegaMoEExperts, mega_moe, prepare_weights
 from prime_kernels.errors import ShapeError, StaleWeightsError, UnsupportedConfig
 from prime_kernels.moe import checkpoint as moe_checkpoint
 from prime_kernels.moe import ops
@@ -236,3 +236,23 @@ def test_prepared_weights_refresh_without_recompiling_and_go_stale():
                 compiled(*args)
             prepare_weights(gate_up, down, runtime=runtime, out=prepared)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_the_module_compiles_into_a_full_graph(precision):
+    case = make_case(tokens=24, hidden=128)
+    with open_runtime(case, precision=precision) as runtime:
+        module = MegaMoEExperts(runtime.config, weights_policy="on_call")
+        with torch.no_grad():
+            module.w_gate_up.copy_(case.w_gate_up)
+            module.w_down.copy_(case.w_down)
+        module.bind(runtime)
+        expected = run(case, runtime)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        for _ in range(3):
+            module.zero_grad()
+            x, scores, *_ = leaves_of(case)
+            y = compiled(x, case.topk_ids, scores)
+            y.backward(case.dy)
+            assert_same_bits(result_of(y, x, scores, module.w_gate_up, module.w_down), expected)
+            assert int(module.last_stats.tokens_per_expert.sum()) == case.topk_ids.numel()
