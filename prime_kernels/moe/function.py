@@ -72,7 +72,9 @@ class MegaMoEFunction(torch.autograd.Function):
         weights = (w_gate_up, w_up, w_down)
         dtype = call.runtime.config.wgrad_dtype
         if call.main_grad:
-            dtype = main_grad_of(ctx.parameters[2]).dtype
+            # Of one dtype, as was checked; a frozen weight has none.
+            asked = [parameter for parameter, use in zip(ctx.parameters, wanted[3:6], strict=True) if use]
+            dtype = main_grad_of(asked[0]).dtype if asked else dtype
         with torch._C._AutoDispatchBelowAutograd():
             dx, dscore, *gradients = ops.mega_moe_bwd(
                 dy,

@@ -16,6 +16,8 @@ from prime_kernels.moe import checkpoint as moe_checkpoint
 from tests.helpers.cases import assert_close, dense_oracle, make_case
 from tests.helpers.layer import assert_same_bits, leaves_of, open_runtime, result_of, run
 
+KEEPS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # from torch 2.10 on
+
 
 @pytest.mark.parametrize("save", ["preact", "inputs", "full"])
 def test_three_microbatches_in_flight_equal_one_by_one(save):
@@ -191,6 +193,25 @@ def test_main_grad_is_added_once_under_checkpointing(kind):
     assert all(torch.equal(a, b) for a, b in zip(*totals, strict=True))
 
 
+@pytest.mark.parametrize("frozen", ["w_gate_up", "w_down", "both"])
+def test_frozen_weights_need_no_main_grad(frozen):
+    case = make_case(tokens=16)
+    with open_runtime(case, wgrad_dtype=torch.float32) as runtime:
+        x, scores, gate_up, down = leaves_of(case)
+        for name, param in (("w_gate_up", gate_up), ("w_down", down)):
+            param.requires_grad_(frozen not in (name, "both"))
+            if param.requires_grad:
+                param.main_grad = torch.zeros(param.shape)
+        y = mega_moe(x, case.topk_ids, scores, gate_up, down, runtime=runtime, wgrad="main_grad")
+        y.backward(case.dy)
+        expected = run(case, runtime) if KEEPS_GRAD_DTYPE else None
+    assert float(x.grad.norm()) > 0
+    if expected is not None and frozen == "w_gate_up":
+        assert torch.equal(down.main_grad, expected.dw_down)
+    if expected is not None and frozen == "w_down":
+        assert torch.equal(gate_up.main_grad, torch.cat([expected.dw_gate, expected.dw_up], dim=1))
+
+
 def test_bad_main_grad_buffers_are_named():
     case = make_case(tokens=16)
     with open_runtime(case) as runtime:
@@ -212,9 +233,6 @@ def mesh(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
     torch.distributed.destroy_process_group()
-
-
-KEEPS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # from torch 2.10 on
 
 
 @pytest.mark.parametrize("wgrad_dtype", [None, torch.float32] if KEEPS_GRAD_DTYPE else [None], ids=str)
