@@ -9,7 +9,8 @@ outputs, dgrad rows and dh are stored in x.dtype between two kernels.
 Engines: "torch" (`torch._grouped_mm`) and "deep_gemm" (package sgl-deep-gemm), see grouped_gemm.py. On the CPU, and for
 dtypes other than bf16, GEMMs are loops over experts: the semantics, not the speed.
 
-Every sum has a fixed order: same inputs, same bits.
+Every sum has a fixed order: same inputs, same bits. On CUDA rows travel in the group's own collectives, whose waits are
+bounded by that group's time-out; peer_timeout_s bounds the header that precedes them.
 """
 
 from __future__ import annotations
