@@ -178,12 +178,19 @@ def test_a_non_finite_token_spoils_only_its_own_rows_and_its_experts(value, prec
 @pytest.mark.parametrize(
     "wanted", [("x",), ("w_gate_up", "w_down"), ("w_down",), ("w_gate_up",), ("topk_weights",), ()], ids=str
 )
-def test_only_needed_gradients_are_computed(wanted):
+def test_only_needed_gradients_are_computed(wanted, monkeypatch):
     case = make_case()
+    asked = []
     with open_runtime(case) as runtime:
         full = run(case, runtime)
         grads = {"x": full.dx, "topk_weights": full.dtopk_weights, "w_down": full.dw_down}
         grads["w_gate_up"] = torch.cat([full.dw_gate, full.dw_up], dim=1)
+        backward = runtime.implementation.backward
+        monkeypatch.setattr(
+            runtime.implementation,
+            "backward",
+            lambda *args, needs, **rest: asked.append(needs) or backward(*args, needs=needs, **rest),
+        )
         for _ in range(3):
             leaves = dict(zip(("x", "topk_weights", "w_gate_up", "w_down"), leaves_of(case), strict=True))
             for name, leaf in leaves.items():
@@ -198,6 +205,7 @@ def test_only_needed_gradients_are_computed(wanted):
             for name, leaf in leaves.items():
                 assert (leaf.grad is not None) == (name in wanted), name
                 assert leaf.grad is None or torch.equal(leaf.grad, grads[name]), name
+    assert [needs._asdict() for needs in asked] == [{name: name in wanted for name in leaves}] * (3 * bool(wanted))
 
 
 def test_unfreezing_weights_between_calls_takes_effect():

@@ -9,6 +9,7 @@ import torch
 from prime_kernels import MegaMoERuntime, mega_moe, plan_memory, prepare_weights
 from prime_kernels.errors import StaleWeightsError, UnsupportedConfig
 from prime_kernels.moe import quantize as q
+from prime_kernels.moe.recipe import Operands
 from tests.helpers.cases import Result, assert_close, dense_oracle, make_case, relative_error, worst_errors
 from tests.helpers.layer import assert_same_bits, config_of, leaves_of, open_runtime, result_of, run
 from tests.helpers.quantized import e4m3_values, nearest_e4m3, quantized, quantized_oracle
@@ -76,6 +77,29 @@ def test_every_tensor_matches_the_quantised_oracle(precision, tokens):
         floor = relative_error(getattr(expected, name), getattr(exact, name))
         assert floor > 1e-3, f"{name}: the recipe does not quantise anything"
         assert relative_error(getattr(actual, name), getattr(exact, name)) <= 1.02 * floor + 4e-3
+
+
+@pytest.mark.parametrize("precision", QUANTIZED)
+def test_each_gemm_operand_has_the_block_of_its_reduced_axis(precision):
+    values = torch.randn(200, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    # Every 32 x 32 tile has a range of its own, far enough apart for a shared scale to lose the small ones.
+    tile = torch.randint(-12, 12, (7, 8), generator=torch.Generator().manual_seed(1))
+    values *= torch.exp2(tile.float()).repeat_interleave(32, 0).repeat_interleave(32, 1)[:200]
+    weight = values[:128].clone()
+    operands = Operands(precision, weight[None], weight[None])
+    block = 32 if precision == "mxfp8" else 128
+    plain, square = values.double(), quantized(weight, 128, 128)
+    forward, dgrad = (square, square) if block == 128 else (quantized(weight, 1, 32), quantized(weight, 32, 1))
+    if precision == "fp8_bwd":
+        forward = weight.double()
+    assert torch.equal(operands.rows(values).double(), plain if precision == "fp8_bwd" else quantized(values, 1, block))
+    assert torch.equal(operands.rows_backward(values).double(), quantized(values, 1, block))
+    assert torch.equal(operands.tokens(values).double(), quantized(values, block, 1))
+    for of_expert in (operands.gate_up, operands.down):
+        assert torch.equal(of_expert(0).double(), forward)
+        assert torch.equal(of_expert(0, dgrad=True).double(), dgrad)
+    shapes = [(1, 32), (1, 128), (32, 1), (128, 1), (128, 128)]
+    assert len({quantized(values, *shape).sum().item() for shape in shapes}) == len(shapes), "blocks would not show"
 
 
 def test_block_shapes_matter_where_the_range_is_wide():

@@ -24,6 +24,17 @@ def batch_of(world: int, seed: int) -> Any:
     return make_inputs(ids, num_experts=EXPERTS, hidden=64, intermediate=64, dtype=torch.float32, seed=seed)
 
 
+def counts(part: Any, runtime: Any) -> list[Any]:
+    """tokens_per_expert and recv_per_local_expert with and without a graph."""
+    import prime_kernels
+
+    stats = []
+    for weights in (part.topk_weights, part.topk_weights.clone().requires_grad_()):
+        arguments = (part.x, part.topk_ids, weights, part.w_gate_up, part.w_down)
+        stats.append(prime_kernels.mega_moe(*arguments, runtime=runtime, return_stats=True)[1])
+    return stats
+
+
 def first_use(rank: int, world: int, as_mesh: bool) -> list[Any]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -37,6 +48,7 @@ def first_use(rank: int, world: int, as_mesh: bool) -> list[Any]:
         results.append(run_layer(own_part(batch_of(world, step), COUNTS[:world], rank), None, group=group))
         assert len(auto._runtimes) == 1
     (runtime,) = auto._runtimes.values()
+    results.append(counts(own_part(batch_of(world, 0), COUNTS[:world], rank), runtime))
     assert runtime.config.max_tokens_per_rank == 4096
     assert runtime.ep_size == world
     # A rank whose batch does not fit cannot grow it alone: it says so, and its peers hear of it.
@@ -64,11 +76,19 @@ def test_ranks_make_one_runtime_on_first_use_and_share_its_errors(world: int, as
     for step in (0, 1, 2):
         got: Results = join([rank[step] for rank in ranks])
         check_results(got, dense(batch_of(world, step)), BOUNDS[torch.float32], step)
-    errors = [rank[3] for rank in ranks]
+    ids = batch_of(world, 0).topk_ids
+    everywhere = torch.bincount(ids.flatten(), minlength=EXPERTS)
+    for index, rank in enumerate(ranks):
+        start = sum(COUNTS[:index])
+        own = torch.bincount(ids[start : start + COUNTS[index]].flatten(), minlength=EXPERTS)
+        for stats in rank[3]:
+            assert torch.equal(stats.tokens_per_expert.long(), own)
+            assert torch.equal(stats.recv_per_local_expert.long(), everywhere.view(world, -1)[index])
+    errors = [rank[4] for rank in ranks]
     assert isinstance(errors[0], ShapeError)
     assert "x has 5000 tokens; max_tokens_per_rank is 4096" in str(errors[0])
     for error in errors[1:]:
         assert isinstance(error, PeerAborted)
         assert error.facts["peer"] == 0
         assert "x has 5000 tokens" in str(error)
-    check_results(join([rank[4] for rank in ranks]), dense(batch_of(world, 1)), BOUNDS[torch.float32], "after")
+    check_results(join([rank[5] for rank in ranks]), dense(batch_of(world, 1)), BOUNDS[torch.float32], "after")
