@@ -20,7 +20,8 @@ import torch
 
 from prime_kernels.errors import LaunchError, PrimeKernelsError, ShapeError
 from prime_kernels.moe.backend import Backend, BackwardResult, ForwardResult, Needs
-from prime_kernels.moe.cuda_launch import TILE_N, Call, Pull, kernel_keys
+from prime_kernels.moe.cuda_launch import Call
+from prime_kernels.moe.cuda_variants import TILE_N, Pull, kernel_keys
 
 if TYPE_CHECKING:
     from torch import Tensor

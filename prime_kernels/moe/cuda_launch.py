@@ -5,67 +5,35 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from prime_kernels.loader import load_kernel
 from prime_kernels.moe import cuda_maps as maps
+from prime_kernels.moe.cuda_variants import (
+    COMBINE,
+    GATHER,
+    PLAN,
+    PREPARE,
+    STAGE_K,
+    TILE_N,
+    PlanView,
+    Pull,
+    address,
+    expert_lag,
+    gemm_key,
+    split,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from prime_kernels.loader import Kernel
     from prime_kernels.moe.backend import RuntimeView, Weights
-    from prime_kernels.moe.config import MegaMoEConfig
 
-PLAN, PREPARE, COMBINE, GATHER = "plan|t1024", "prepare|t256", "combine|bf16", "gather_rows|b16|t256|l4"
-STAGE_K, TILE_M, TILE_N = 64, 128, 256
 _PLAN_CTAS = 8  # one cluster
 _COUNTER_ROWS = 64  # kArrivalRows of kernels_src/roles/pull.cuh
-
-
-class PlanView(NamedTuple):
-    """Addresses inside a plan: counts [E], starts [E + 1], pool row of every slot [T*K], token of every row [pool]."""
-
-    counts: int
-    starts: int
-    slot_row: int
-    row_src: int
-
-
-class Pull(NamedTuple):
-    """Rows of `src` [T, H] to be copied to pool order in `dst`; `arrivals` when the same launch reads them."""
-
-    src: Tensor
-    dst: Tensor
-    arrivals: Tensor | None
-
-
-def gemm_key(op: str, config: MegaMoEConfig) -> str:
-    """The variant of a GEMM that this config takes."""
-    tile = f"t{TILE_M}x{TILE_N}x{STAGE_K}"
-    act = "swiglu" if is_plain(config) else "clamped"
-    return {
-        "forward": f"forward|bf16|{act}|{tile}|s4|c2",
-        "gate_up": f"gate_up|bf16|{act}|{tile}|s4|c2",
-        "down_grad": f"down_grad|bf16|{act}|{tile}|s3|c2",
-        "gate_up_grad": f"gate_up_grad|bf16|{tile}|s4|c2",
-        "wgrad_bf16": f"wgrad|bf16|{tile}|s4|c2",
-        "wgrad_f32": f"wgrad|fp32|{tile}|s4|c2",
-    }[op]
-
-
-def kernel_keys(config: MegaMoEConfig) -> tuple[str, ...]:
-    """Keys of every kernel that a call may need."""
-    ops = ("forward", "gate_up", "down_grad", "gate_up_grad", "wgrad_bf16", "wgrad_f32")
-    return (PLAN, PREPARE, COMBINE, GATHER, *(gemm_key(op, config) for op in ops))
-
-
-def is_plain(config: MegaMoEConfig) -> bool:
-    """Whether the activation is SiLU-gated without clamp, slope or offset: a kernel class of its own."""
-    activation = config.activation
-    return activation.clamp is None and activation.alpha == 1.0 and activation.up_offset == 0.0
 
 
 @lru_cache(maxsize=64)
@@ -90,9 +58,7 @@ class Call:
         self.plan = PlanView(0, 0, 0, 0)
 
     def use_plan(self, plan: Tensor) -> None:
-        base, experts = plan.data_ptr(), self.config.num_experts
-        slot_row = base + 4 * (2 * experts + 1)
-        self.plan = PlanView(base, base + 4 * experts, slot_row, slot_row + 4 * self.tokens * self.config.topk)
+        self.plan = PlanView.of(plan, self.config.num_experts, self.tokens * self.config.topk)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -161,11 +127,11 @@ class Call:
         """y from the pool, and the scores' gradients from their parts, whichever are asked for."""
         wants = dscore is not None and parts is not None
         args = {
-            "pool": _address(pool),
+            "pool": address(pool),
             "slot_row": self.plan.slot_row,
-            "y": _address(y),
-            "score_parts": _address(parts if wants else None),
-            "dscore": _address(dscore),
+            "y": address(y),
+            "score_parts": address(parts if wants else None),
+            "dscore": address(dscore),
             "tokens": self.tokens,
             "topk": self.config.topk,
             "hidden": self.config.hidden,
@@ -184,7 +150,7 @@ class Call:
         h_done: Tensor,
     ) -> None:
         config = self.config
-        gate, up = maps.halves(*_split(weights[0]))
+        gate, up = maps.halves(*split(weights[0]))
         x_rows = maps.rows(pull.dst)
         intermediate = config.intermediate
         tensors = {
@@ -203,24 +169,17 @@ class Call:
             "pull_src": pull.src.data_ptr(),
             "pull_dst": pull.dst.data_ptr(),
             "row_src": self.plan.row_src,
-            "arrivals": _address(pull.arrivals),
+            "arrivals": address(pull.arrivals),
             "h_done": h_done.data_ptr(),
             "fault": self.fault,
             "num_experts": config.num_experts,
             "hidden": config.hidden,
             "intermediate": intermediate,
-            "lag": self._lag(),
+            "lag": expert_lag(config, self.tokens, self.sms),
             "keep_z": int(preact is not None),
             **self.activation,
         }
         self._run(gemm_key("forward", config), self.sms // 2 * 2, args, tensors)
-
-    def _lag(self) -> int:
-        """Experts that gate/up runs ahead of down: two waves of its tiles at the mean number of rows."""
-        config = self.config
-        rows = math.ceil(self.tokens * config.topk / config.num_experts)
-        tiles = math.ceil(rows / TILE_M) * math.ceil(config.intermediate / (TILE_N // 2))
-        return min(config.num_experts, math.ceil(2 * self.sms / max(tiles, 1)))
 
     def _blocks(
         self,
@@ -239,10 +198,10 @@ class Call:
             "starts": self.plan.starts,
             "row_score": 0,
             "score_parts": 0,
-            "pull_src": _address(pull and pull.src),
-            "pull_dst": _address(pull and pull.dst),
+            "pull_src": address(pull and pull.src),
+            "pull_dst": address(pull and pull.dst),
             "row_src": self.plan.row_src,
-            "arrivals": _address(pull and pull.arrivals),
+            "arrivals": address(pull and pull.arrivals),
             "fault": self.fault,
             "num_experts": self.config.num_experts,
             "k_steps": k_steps,
@@ -261,7 +220,7 @@ class Call:
     def gate_up(self, pull: Pull | None, x_rows: Tensor, weights: Weights, h: Tensor, preact: Tensor) -> None:
         """z and h again, from rows that this launch pulls or that are there."""
         config = self.config
-        gate, up = maps.halves(*_split(weights))
+        gate, up = maps.halves(*split(weights))
         tensors = {
             "a": maps.rows(x_rows),
             "b0": maps.reduce_cols(gate),
@@ -290,7 +249,7 @@ class Call:
 
     def gate_up_grad(self, pull: Pull | None, dz: Tensor, weights: Weights, dx_rows: Tensor) -> None:
         config = self.config
-        gate, up = maps.halves(*_split(weights))
+        gate, up = maps.halves(*split(weights))
         tensors = {
             "a": maps.rows(dz),
             "b0": maps.reduce_rows(gate),
@@ -315,7 +274,7 @@ class Call:
         tensors: dict[str, maps.Map] = {}
         if dw_gate_up is not None:
             assert x_rows is not None
-            gate, up = maps.halves(*_split(dw_gate_up))
+            gate, up = maps.halves(*split(dw_gate_up))
             tensors |= {"a0": maps.reduce_rows(maps.matrices(dz)), "b0": maps.reduce_rows(maps.matrices(x_rows))}
             tensors |= {"gate": maps.gradient(gate, word), "up": maps.gradient(up, word)}
         if dw_down is not None:
@@ -335,11 +294,3 @@ class Call:
             "reserved": 0,
         }
         self._run(gemm_key(f"wgrad_{word}", config), self.sms // 2 * 2, args, every)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _split(weights: Weights) -> tuple[Tensor, Tensor | None]:
-    return (weights, None) if isinstance(weights, torch.Tensor) else weights
