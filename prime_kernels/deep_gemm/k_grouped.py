@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from prime_kernels.deep_gemm import launch, operands, options
 from prime_kernels.deep_gemm.launch import Groups
-from prime_kernels.moe.cuda_maps import strided
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,25 +68,25 @@ def k_grouped_bf16_gemm_tn_contiguous(
     operands.width("N", n)
     layout = operands.index_list("grouped_layout", layout, "[G]", num_groups)
     _check_ks(ks, rows, num_groups)
-    operands.same_device(a, b=b, d=d, grouped_layout=layout)
+    device = operands.one_device(a, b=b, d=d, grouped_layout=layout)
     _check_c(c, d)
-    operands.row_major("d", d)
-    if rows:
-        operands.row_major("a", a)
-        operands.row_major("b", b)
-    with launch.on(a.device):
-        at = launch.place_of(a.device)
+    grads = operands.matrices("d", d)
+    if rows == 0:
+        if c is None:
+            d.zero_()
+        elif c.data_ptr() != d.data_ptr():
+            d.copy_(c)
+        return
+    a_rows, b_rows = operands.matrices("a", a), operands.matrices("b", b)
+    with launch.on(device):
+        at = launch.place_of(device)
         if c is not None and c.data_ptr() != d.data_ptr():
             d.copy_(c)
-        if rows == 0:
-            if c is None:
-                d.zero_()
-            return
         align = options.get_mk_alignment_for_contiguous_layout()
         kind = Groups.ENDS if use_psum_layout else Groups.SIZES
         groups = launch.bounds(at, kind, layout, num_groups, rows, align=align, round_to=1)
         fp32 = d.dtype == torch.float32
-        launch.reduce_rows(at, groups, strided(a), strided(b), strided(d), fp32=fp32, add=c is not None)
+        launch.reduce_rows(at, groups, a_rows, b_rows, grads, fp32=fp32, add=c is not None)
 
 
 def _check_ks(ks: Sequence[int] | None, rows: int, num_groups: int) -> None:
@@ -113,6 +112,7 @@ def _check_c(c: Tensor | None, d: Tensor) -> None:
     operands.tensor("c", c, "[G, M, N]", 3, torch.float32)
     if c.shape != d.shape:
         operands.wrong_shape("c", list(c.shape), f"d's {list(d.shape)}", "c has d's shape.")
-    operands.same_device(d, c=c)
+    if c.device != d.device:
+        operands.wrong_shape("c", f"on {c.device}", f"d's device {d.device}", "Move it there.")
     if c.data_ptr() == d.data_ptr() and c.stride() != d.stride():
         operands.unsupported("c", f"of strides {c.stride()} at d's address", f"d's {d.stride()}", "Pass d itself as c.")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from prime_kernels.deep_gemm import launch, operands, options
 from prime_kernels.deep_gemm.launch import Groups
-from prime_kernels.moe.cuda_maps import strided
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +54,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     if expected_m_for_psum_layout is not None and not use_psum_layout:
         got = f"{expected_m_for_psum_layout} without use_psum_layout"
         operands.unsupported("expected_m_for_psum_layout", got, "None", "Leave it out, or pass use_psum_layout=True.")
-    _m_grouped(a, b, d, layout, use_psum_layout, ensure_zero_padding)
+    _m_grouped(a, b, d, layout, False, use_psum_layout, ensure_zero_padding)
 
 
 def m_grouped_bf16_gemm_nn_contiguous(
@@ -78,29 +77,28 @@ def m_grouped_bf16_gemm_nn_contiguous(
     Raises:
         ShapeError, UnsupportedConfig, BackendUnavailable: As there.
     """
-    import torch
-
     layout = operands.one_of("grouped_layout", grouped_layout, "m_indices", m_indices)
-    operands.tensor("b", b, "[G, K, N]", 3, torch.bfloat16)
-    _m_grouped(a, b.transpose(1, 2), d, layout, use_psum_layout, ensure_zero_padding)
+    _m_grouped(a, b, d, layout, True, use_psum_layout, ensure_zero_padding)
 
 
-def _weights(b: Tensor) -> tuple[Matrices, bool]:
-    """b [G, N, K] as it lies in memory, and whether K is what is contiguous."""
-    k_major = b.stride(-1) == 1
-    lies = b if k_major else b.transpose(1, 2)
-    operands.row_major("b", lies)
-    return strided(lies), k_major
+def _weights(b: Tensor, nn: bool) -> tuple[Matrices, bool]:
+    """b [G, N, K], or [G, K, N] when `nn`, as it lies in memory, and whether K is what is contiguous."""
+    as_named = b.stride(-1) == 1
+    return operands.matrices("b", b, transposed=not as_named), as_named != nn
 
 
-def _m_grouped(a: Tensor, b: Tensor, d: Tensor, layout: Tensor | None, ends: bool, fill_padding: bool) -> None:
+def _m_grouped(
+    a: Tensor, b: Tensor, d: Tensor, layout: Tensor | None, nn: bool, ends: bool, fill_padding: bool
+) -> None:
     import torch
 
     operands.tensor("a", a, "[M, K]", 2, torch.bfloat16)
-    operands.tensor("b", b, "[G, N, K]", 3, torch.bfloat16)
+    operands.tensor("b", b, "[G, K, N]" if nn else "[G, N, K]", 3, torch.bfloat16)
     operands.tensor("d", d, "[M, N]", 2, torch.bfloat16)
     rows, k = a.shape
     num_groups, n, k_of_b = b.shape
+    if nn:
+        n, k_of_b = k_of_b, n
     if k_of_b != k:
         operands.wrong_shape("b", f"of K {k_of_b}", f"a's K {k}", "nt takes [G, N, K], nn takes [G, K, N].")
     if d.shape != (rows, n):
@@ -110,18 +108,17 @@ def _m_grouped(a: Tensor, b: Tensor, d: Tensor, layout: Tensor | None, ends: boo
     operands.width("N", n)
     words, length = ("[G]", num_groups) if ends else ("[M]", rows)
     layout = operands.index_list("grouped_layout", layout, words, length)
-    operands.same_device(a, b=b, d=d, grouped_layout=layout)
+    device = operands.one_device(a, b=b, d=d, grouped_layout=layout)
     if rows == 0:
         return
-    operands.row_major("a", a)
-    operands.row_major("d", d)
-    weights, k_major = _weights(b)
-    with launch.on(a.device):
-        at = launch.place_of(a.device)
+    a_rows, d_rows = operands.matrices("a", a), operands.matrices("d", d)
+    weights, k_major = _weights(b, nn)
+    with launch.on(device):
+        at = launch.place_of(device)
         align = options.get_mk_alignment_for_contiguous_layout()
         kind, round_to = (Groups.ENDS, align if fill_padding else 1) if ends else (Groups.ROWS, 1)
         groups = launch.bounds(at, kind, layout, num_groups, rows, align=align, round_to=round_to)
-        launch.rows_by_weights(at, groups, strided(a), weights, strided(d), k_major=k_major)
+        launch.rows_by_weights(at, groups, a_rows, weights, d_rows, k_major=k_major)
 
 
 def m_grouped_bf16_gemm_nt_masked(
@@ -157,14 +154,10 @@ def m_grouped_bf16_gemm_nt_masked(
     for name, size in (("M", rows), ("K", k), ("N", n)):
         operands.width(name, size)
     masked_m = operands.index_list("masked_m", masked_m, "[G]", num_groups)
-    operands.same_device(a, b=b, d=d, masked_m=masked_m)
-    for name, value in (("a", a), ("d", d)):
-        if not value.is_contiguous():
-            operands.unsupported(name, f"of strides {list(value.stride())}", "a contiguous tensor", "Copy it first.")
-        operands.row_major(name, value)
-    weights, k_major = _weights(b)
-    with launch.on(a.device):
-        at = launch.place_of(a.device)
+    device = operands.one_device(a, b=b, d=d, masked_m=masked_m)
+    a_rows, d_rows = operands.places("a", a), operands.places("d", d)
+    weights, k_major = _weights(b, False)
+    with launch.on(device):
+        at = launch.place_of(device)
         groups = launch.bounds(at, Groups.PLACES, masked_m, num_groups, rows, align=1, round_to=1)
-        flat_a, flat_d = strided(a.view(-1, k)), strided(d.view(-1, n))
-        launch.rows_by_weights(at, groups, flat_a, weights, flat_d, k_major=k_major)
+        launch.rows_by_weights(at, groups, a_rows, weights, d_rows, k_major=k_major)

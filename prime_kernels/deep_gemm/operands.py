@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from prime_kernels.deep_gemm.options import BLOCK
 from prime_kernels.errors import DtypeError, ShapeError, UnsupportedConfig
+from prime_kernels.moe.cuda_maps import Matrices
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ def one_of(name: str, value: Any, alias: str, other: Any) -> Any:
 
 
 def tensor(name: str, value: object, shape: str, dims: int, *dtypes: torch.dtype) -> Tensor:
-    """`value` as a tensor of `dims` dimensions and one of `dtypes` on a CUDA device."""
+    """`value` as a tensor of `dims` dimensions and one of `dtypes`."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -47,28 +48,49 @@ def tensor(name: str, value: object, shape: str, dims: int, *dtypes: torch.dtype
             facts={"argument": name, "got": str(value.dtype), "need": need},
             remedy="Cast it where it is made; no copy is made silently.",
         )
-    if value.device.type != DEVICE_TYPE:
-        wrong_shape(name, f"on {value.device}", "a CUDA device", "Move it there; these kernels run on GPUs only.")
     return value
 
 
-def same_device(first: Tensor, **others: Tensor) -> None:
+def one_device(a: Tensor, **others: Tensor) -> torch.device:
+    """The CUDA device that all tensors of a call are on."""
+    device = a.device
+    if device.type != DEVICE_TYPE:
+        wrong_shape("a", f"on {device}", "a CUDA device", "Move it there; these kernels run on GPUs only.")
     for name, other in others.items():
-        if other.device != first.device:
-            wrong_shape(name, f"on {other.device}", f"a's device {first.device}", "Move it there.")
+        if other.device != device:
+            wrong_shape(name, f"on {other.device}", f"a's device {device}", "Move it there.")
+    return device
 
 
-def row_major(name: str, value: Tensor) -> None:
-    """Rows contiguous, everything at multiples of 16 bytes: what a tensor map can describe."""
-    size = value.element_size()
-    steps = [value.stride(i) * size for i in range(value.dim() - 1) if value.shape[i] > 1]
-    if value.stride(-1) != 1 or any(step % _ALIGNMENT or step <= 0 for step in steps):
-        strides = f"{list(value.shape)} with strides {list(value.stride())}"
+def matrices(name: str, value: Tensor, *, transposed: bool = False) -> Matrices:
+    """[rows, cols] or [batch, rows, cols], possibly a part of a larger tensor, as a tensor map can describe it.
+
+    Rows have to be contiguous, and everything at multiples of 16 bytes. `transposed`: the last two dimensions change
+    places first. The stride of a dimension of size 1 says nothing.
+    """
+    shape, strides, size = value.shape, value.stride(), value.element_size()
+    row, col = (-1, -2) if transposed else (-2, -1)
+    rows, cols, batch = shape[row], shape[col], shape[0] if len(shape) == 3 else 1
+    pitch = strides[row] * size if rows > 1 else cols * size
+    stride = strides[0] * size if batch > 1 else rows * pitch
+    address = value.data_ptr()
+    if strides[col] != 1 or pitch <= 0 or stride <= 0 or (pitch | stride) % _ALIGNMENT:
+        got = f"{list(shape)} with strides {list(strides)}"
         need = f"contiguous rows whose starts are multiples of {_ALIGNMENT} bytes apart"
-        unsupported(name, strides, need, "Call .contiguous() where the tensor is made; no copy is made silently.")
-    if value.data_ptr() % _ALIGNMENT:
-        beyond = f"{value.data_ptr() % _ALIGNMENT} bytes past a multiple of {_ALIGNMENT}"
+        unsupported(name, got, need, "Call .contiguous() where the tensor is made; no copy is made silently.")
+    if address % _ALIGNMENT:
+        beyond = f"{address % _ALIGNMENT} bytes past a multiple of {_ALIGNMENT}"
         unsupported(name, beyond, f"{_ALIGNMENT}-byte alignment", "Pass a slice at an aligned offset.")
+    return Matrices(address, batch, rows, cols, stride, pitch)
+
+
+def places(name: str, value: Tensor) -> Matrices:
+    """[groups, rows, cols] without gaps, as one matrix of all rows."""
+    each = matrices(name, value)
+    if each.stride != each.rows * each.pitch:
+        got = f"{list(value.shape)} with strides {list(value.stride())}"
+        unsupported(name, got, "groups that follow one another without gaps", "Call .contiguous() where it is made.")
+    return each._replace(batch=1, rows=each.batch * each.rows)
 
 
 def width(name: str, size: int) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from prime_kernels.errors import UnsupportedConfig
 
@@ -80,7 +81,13 @@ def get_num_sms() -> int:
 
 def usable_sms(device: int) -> int:
     """SMs that a call on a device may use."""
+    present = _present_sms(device)
+    return min(_options.num_sms or present, present)
+
+
+@cache
+def _present_sms(device: int) -> int:
     import torch
 
     present: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(_options.num_sms or present, present)
+    return present

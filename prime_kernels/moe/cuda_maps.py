@@ -37,14 +37,6 @@ def matrices(tensor: Tensor) -> Matrices:
     return Matrices(tensor.data_ptr(), batch, rows, cols, rows * pitch, pitch)
 
 
-def strided(tensor: Tensor) -> Matrices:
-    """[rows, cols] or [batch, rows, cols], possibly a part of a larger tensor; strides of single rows say nothing."""
-    whole, size = matrices(tensor), tensor.element_size()
-    pitch = tensor.stride(-2) * size if whole.rows > 1 else whole.pitch
-    stride = tensor.stride(0) * size if whole.batch > 1 else whole.rows * pitch
-    return whole._replace(pitch=pitch, stride=stride)
-
-
 def halves(packed_or_gate: Tensor, up: Tensor | None) -> tuple[Matrices, Matrices]:
     """The gate and the up matrices of [E_l, 2I, H], or of two tensors [E_l, I, H]."""
     whole = matrices(packed_or_gate)

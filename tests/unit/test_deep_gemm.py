@@ -63,6 +63,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(options, "_options", options._Options())
     yield spy
     faults._records.clear()
+    options._present_sms.cache_clear()
 
 
 def bf16(*shape: int) -> Tensor:
@@ -262,7 +263,7 @@ HALF = torch.float16
         (MASKED, PLACES, {"b": bf16(2, N, K)}, ShapeError, "b is [2, 192, 128]"),
         (MASKED, PLACES, {"d": bf16(G, 64, N)}, ShapeError, "d is [3, 64, 192]"),
         (MASKED, PLACES, {"masked_m": ints(1)}, ShapeError, "masked_m is [1]; need [G] = [3]"),
-        (MASKED, PLACES, {"a": bf16(G, 256, K)[:, :128]}, UnsupportedConfig, "a is of strides"),
+        (MASKED, PLACES, {"a": bf16(G, 256, K)[:, :128]}, UnsupportedConfig, "a is [3, 128, 128] with strides"),
         (TN, GRADS, {"b": bf16(64, N)}, ShapeError, "b is of 64 rows; need a's 320"),
         (TN, GRADS, {"d": torch.zeros(G, N, K)}, ShapeError, "d is [3, 192, 128]; need [G, M, N] = [3, 128, 192]"),
         (TN, GRADS, {"d": torch.zeros(G, K, N, dtype=HALF)}, DtypeError, "need torch.float32 or torch.bfloat16"),
