@@ -3,8 +3,9 @@
 
 The recipe ("unfused-torch") is the yardstick of every ratio: sort by expert, `dist.all_to_all_single` of rows with
 host-known split sizes, local sort, `torch._grouped_mm` gate/up, compiled SwiGLU, `torch._grouped_mm` down, all-to-all
-back, weighted `index_add`, and autograd through all of it. The package's own "grouped" backend does the same work with
-an explicit backward and ordered sums; it is timed beside the recipe under its own name.
+back, weighted `index_add`, and autograd through all of it. On one GPU it runs as it is written, through a group of one
+rank, as the anchors did; "unfused-torch-local" is the shortcut without exchange. The package's own "grouped" backend
+does the same work with an explicit backward and ordered sums; both are timed beside the recipe under their own names.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from benchmarks.cost import Shape
 
 RECIPE = "unfused-torch"
+LOCAL_RECIPE = "unfused-torch-local"
 Layer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(x, topk_ids, topk_weights, w_gate_up, w_down) -> y, differentiable."""
 
@@ -79,12 +81,26 @@ def package_arm(
 
 
 def recipe_arm(shape: Shape, *, group: dist.ProcessGroup | None) -> Arm:
-    """The unfused recipe, out of torch alone."""
+    """The unfused recipe, out of torch alone.
 
+    Raises:
+        ValueError: without a process group there is no exchange, and so not the recipe.
+    """
+    if group is None:
+        raise ValueError(f"{RECIPE} exchanges rows in a process group, of one rank at least; {LOCAL_RECIPE} needs none")
+    return _torch_arm(RECIPE, shape, group)
+
+
+def local_recipe_arm(shape: Shape) -> Arm:
+    """The recipe without exchange, for a rank that holds all experts."""
+    return _torch_arm(LOCAL_RECIPE, shape, None)
+
+
+def _torch_arm(name: str, shape: Shape, group: dist.ProcessGroup | None) -> Arm:
     def layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
         return unfused_layer(x, topk_ids, topk_weights, w_gate_up, w_down, shape.num_experts, group)
 
-    return Arm(RECIPE, layer, None, "torch")
+    return Arm(name, layer, None, "torch")
 
 
 def unfused_layer(
@@ -96,7 +112,7 @@ def unfused_layer(
     num_experts: int,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """The recipe. Every slot must name an expert; differentiable in x, topk_weights and both weights."""
+    """The recipe; without a group, the shortcut. Every slot must name an expert; differentiable in all but the ids."""
     flat = topk_ids.reshape(-1)
     experts, order = torch.sort(flat, stable=True)
     tokens = order // topk_ids.shape[1]
@@ -124,16 +140,21 @@ def unfused_layer(
 
 
 def _experts(rows: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor) -> Tensor:
-    h = _activation(rows.is_cuda)(_grouped_mm(rows, w_gate_up.transpose(1, 2), offsets))
+    h = _activation(_is_fast(rows))(_grouped_mm(rows, w_gate_up.transpose(1, 2), offsets))
     return _grouped_mm(h, w_down.transpose(1, 2), offsets)
 
 
 def _grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    if rows.is_cuda:
+    if _is_fast(rows):
         return torch._grouped_mm(rows, weights, offs=offsets)
-    # Off the GPU the recipe exists to be tested, not to be timed.
+    # Elsewhere the recipe exists to be tested and to be compared with, not to be timed.
     starts = [0, *offsets.tolist()]
     return torch.cat([rows[a:b] @ weights[e] for e, (a, b) in enumerate(pairwise(starts))])
+
+
+def _is_fast(rows: Tensor) -> bool:
+    """Whether torch has a grouped GEMM for these rows."""
+    return rows.is_cuda and rows.dtype == torch.bfloat16
 
 
 @cache

@@ -14,7 +14,6 @@ import argparse
 import datetime
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,12 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402  (after the path of the package)
-import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks import numerics, records, routing, stamp, telemetry, timing  # noqa: E402
-from benchmarks.baselines import RECIPE, Arm, package_arm, recipe_arm  # noqa: E402
+from benchmarks.baselines import LOCAL_RECIPE, RECIPE, Arm, local_recipe_arm, package_arm, recipe_arm  # noqa: E402
 from benchmarks.cost import Shape, tflops  # noqa: E402
+from benchmarks.place import Place, process_group  # noqa: E402
 from build_tools.tomlfile import read_toml  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
@@ -36,29 +35,6 @@ DEFAULT_SHAPES = "qwen3-30b-a3b,qwen3-235b-a22b"
 L2_BYTES = 64 * 2**20  # at least the L2 of every supported GPU; input sets together exceed it twice
 DENSE = 8192  # side of the square GEMM whose rate is the ceiling
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this process measures."""
-
-    device: torch.device
-    group: dist.ProcessGroup | None
-    rank: int
-    ep: int
-
-    def say(self, text: str) -> None:
-        """Print on one rank only."""
-        if self.rank == 0:
-            print(text, flush=True)
-
-    def slowest(self, value: float) -> float:
-        """Largest value of any rank."""
-        if self.group is None:
-            return value
-        tensor = torch.tensor([value], device=self.device, dtype=torch.float64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
-        return float(tensor.item())
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -190,7 +166,7 @@ def dense_tflops(place: Place) -> float | None:
 
 
 def make_arms(args: argparse.Namespace, shape: Shape, tokens: int, place: Place) -> list[Arm]:
-    """The target first; then, unless it goes without, the recipe and the unfused backend."""
+    """The target first; then, unless it goes without, the recipe, on one GPU also locally, and the unfused backend."""
     options = {
         "precision": args.precision,
         "save": args.save,
@@ -201,7 +177,9 @@ def make_arms(args: argparse.Namespace, shape: Shape, tokens: int, place: Place)
     common: dict[str, Any] = {"tokens": tokens, "device": place.device, "group": place.group}
     arms = [package_arm(args.backend, shape, engine=args.engine, **common, **options)]
     if not args.no_baseline:
-        arms.append(recipe_arm(shape, group=place.group))
+        arms.append(recipe_arm(shape, group=place.exchange))
+        if place.ep == 1:
+            arms.append(local_recipe_arm(shape))
         if args.backend == "cuda":
             arms.append(package_arm("grouped", shape, save=args.save, **common))
     return arms
@@ -258,7 +236,7 @@ def run_op(
         )
     list_kernels(args, variants, place)
     ratio, problem = judge_ratio(args, op, shape, tokens, place, medians, target.name)
-    place.say(f"  {op:<17} {f'ratio {ratio}' if ratio else f'no ratio: {problem}'}")
+    place.say(f"  {op:<17} {f'ratio {ratio}' if ratio else f'no ratio: {problem}'}{side_note(medians)}")
     if sustained is not None:
         place.say(f"  {op:<17} sustained {sustained:.3f} ms at {clock} MHz, {power} W; dense {ceiling} TFLOP/s")
     measured = {
@@ -302,6 +280,13 @@ def judge_ratio(
     return (None, problem) if problem else (round(medians[RECIPE] / medians[target], 3), None)
 
 
+def side_note(medians: dict[str, float]) -> str:
+    """How much of the recipe's time its exchange with itself is, on one GPU."""
+    if LOCAL_RECIPE not in medians:
+        return ""
+    return f"; the recipe without its exchange: {medians[LOCAL_RECIPE]:.3f} ms of {medians[RECIPE]:.3f}"
+
+
 def compared(medians: dict[str, float], target: str) -> dict[str, Any]:
     """Fields of a record that hold the medians of the arms."""
     baseline_ms = round(medians[RECIPE], 4) if RECIPE in medians else None
@@ -310,8 +295,9 @@ def compared(medians: dict[str, float], target: str) -> dict[str, Any]:
         "baseline": None if baseline_ms is None else RECIPE,
         "baseline_ms": baseline_ms,
     }
-    # With the fused backend the package's own unfused one ran beside it.
-    return fields | ({"grouped_ms": round(medians["grouped"], 4)} if "grouped" in {*medians} - {target} else {})
+    # Beside the fused backend the package's own unfused one ran, and on one GPU the recipe without its exchange.
+    others = {"grouped_ms": "grouped", "local_baseline_ms": LOCAL_RECIPE}
+    return fields | {name: round(medians[arm], 4) for name, arm in others.items() if arm in {*medians} - {target}}
 
 
 def configuration(
@@ -399,17 +385,8 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), args.ep)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=args.ep,
-        device_id=device if device.type == "cuda" else None,
-    )
-    status = run_all(args, Place(device, dist.group.WORLD, rank, args.ep))
-    dist.destroy_process_group()
+    with process_group(device, Path(folder), rank=rank, ranks=args.ep) as group:
+        status = run_all(args, Place(device, group, rank, args.ep, group))
     if status:
         sys.exit(status)
 
@@ -420,12 +397,15 @@ def main(argv: list[str] | None = None) -> int:
     if args.device == "cuda" and torch.cuda.device_count() < args.ep:
         print(f"--ep {args.ep} needs {args.ep} GPUs; torch sees {torch.cuda.device_count()}", file=sys.stderr)
         return 3
-    if args.ep > 1:
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        if args.ep > 1:
             torch.multiprocessing.spawn(run_rank, (args, folder), nprocs=args.ep)
-        return 0
-    device = torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
-    return run_all(args, Place(device, None, 0, 1))
+            return 0
+        device = torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
+        if args.no_baseline or set(args.ops) == {"step"}:
+            return run_all(args, Place(device, None, 0, 1))
+        with process_group(device, Path(folder)) as alone:
+            return run_all(args, Place(device, None, 0, 1, alone))
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
     "virtual_ranks": (int,),
     "pacing_GBs": NUMBER,
     "grouped_ms": NUMBER,
+    "local_baseline_ms": NUMBER,
     "arm": (str,),
     "documents": (str,),
     "stock": (str,),
@@ -98,9 +99,14 @@ def ratio_problem(
     if anchor is None:
         return f"no anchor for {op} of {shape} at ep {ep} and {tokens} tokens"
     off = baseline_ms / anchor - 1.0
-    if abs(off) > anchors["tolerance"]:
-        return f"baseline took {baseline_ms:.2f} ms, {off:+.0%} from its anchor {anchor:.2f} ms"
-    return None
+    if abs(off) <= anchors["tolerance"]:
+        return None
+    meaning = (
+        "faster than when the targets were set, so the anchor does not describe this machine and its torch; set it anew"
+        if off < 0
+        else "a slower baseline would flatter the ratio"
+    )
+    return f"baseline took {baseline_ms:.2f} ms, {off:+.0%} from its anchor {anchor:.2f} ms ({meaning})"
 
 
 def results_path(folder: Path, record: dict[str, Any]) -> Path:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import baselines, bench, numerics, records, timing
+from benchmarks.place import Place, process_group
 
-PLACE = bench.Place(torch.device("cpu"), None, 0, 1)
+PLACE = Place(torch.device("cpu"), None, 0, 1)
 SHAPE = bench.read_shapes()["tiny"]
+ARMS = ("grouped", "unfused-torch", "unfused-torch-local")
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +27,13 @@ def _one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def with_exchange(tmp_path: Path) -> Iterator[Place]:
+    """The place of a run with a baseline: alone in a process group."""
+    with process_group(PLACE.device, tmp_path) as group:
+        yield Place(PLACE.device, None, 0, 1, group)
+
+
 def arguments(*extra: str) -> Any:
     return bench.parse(
         ["forward", "backward", "--device", "cpu", "--shapes", "tiny", "--tokens", "48", "--rounds", "3",
@@ -30,8 +41,10 @@ def arguments(*extra: str) -> Any:
     )  # fmt: skip
 
 
-def test_target_and_baseline_are_checked_timed_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    found = bench.run_shape(arguments(), SHAPE, 48, PLACE)
+def test_target_and_baseline_are_checked_timed_and_reported(
+    with_exchange: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = bench.run_shape(arguments(), SHAPE, 48, with_exchange)
     assert [record["op"] for record in found] == ["forward", "backward"]
     rest = {
         "gpu": "none",
@@ -49,10 +62,67 @@ def test_target_and_baseline_are_checked_timed_and_reported(capsys: pytest.Captu
         assert all(0 < error < numerics.BOUND for error in record["rel_err"].values())
         assert record["baseline"] == baselines.RECIPE
         assert record["baseline_ms"] > 0
+        assert record["local_baseline_ms"] > 0
         assert record["ratio"] is None, "no anchor, no ratio"
     printed = capsys.readouterr().out
-    assert "unfused-torch" in printed
-    assert "no ratio: no anchor" in printed
+    for op in ("numerics", "forward", "backward"):
+        for arm in ARMS:
+            words = (arm, op) if op == "numerics" else (op, arm)
+            assert any(line.split()[:2] == [*words] for line in printed.splitlines()), words
+    assert printed.count("no ratio: no anchor") == 2
+    assert printed.count("; the recipe without its exchange: ") == 2
+
+
+def test_the_recipe_is_not_the_recipe_without_an_exchange() -> None:
+    with pytest.raises(ValueError, match="process group"):
+        bench.run_shape(arguments(), SHAPE, 48, PLACE)
+
+
+def test_on_one_rank_the_exchange_changes_no_bit_but_happens(
+    with_exchange: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = bench.make_batches(SHAPE, 48, "zipf", with_exchange)[0]
+    calls = []
+    exchange = torch.distributed.all_to_all_single
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args[0].shape)
+        return exchange(*args, **kwargs)
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", count)
+    results = []
+    for arm in (baselines.recipe_arm(SHAPE, group=with_exchange.exchange), baselines.local_recipe_arm(SHAPE)):
+        y = bench.call_forward(arm, batch)
+        results.append([y, *torch.autograd.grad(y, bench.leaves_of(batch), batch.dy)])
+    rows, experts = (48 * SHAPE.topk, SHAPE.hidden), (SHAPE.num_experts,)
+    assert calls == [experts, rows, rows, rows, rows], "counts, rows there and back, gradients there and back"
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_command_line_makes_its_own_group_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["forward", "--device", "cpu", "--shapes", "tiny", "--tokens", "16", "--backend", "grouped"]
+    assert bench.main([*command, "--rounds", "1", "--warmups", "0", "--sustain", "0"]) == 0
+    assert "unfused-torch-local" in capsys.readouterr().out
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_ratio_is_that_to_the_recipe_with_its_exchange() -> None:
+    medians = {"cuda": 2.0, "unfused-torch": 7.4, "unfused-torch-local": 5.0, "grouped": 6.0}
+    shape, args = bench.read_shapes()["qwen3-30b-a3b"], arguments()
+    assert bench.judge_ratio(args, "forward", shape, 16384, PLACE, medians, "cuda") == (3.7, None)
+    assert bench.compared(medians, "cuda") == {
+        "ms": 2.0,
+        "baseline": "unfused-torch",
+        "baseline_ms": 7.4,
+        "grouped_ms": 6.0,
+        "local_baseline_ms": 5.0,
+    }
+    # Without the exchange it is more than 10 % below the anchor: no ratio, and the words say which way it is off.
+    ratio, problem = bench.judge_ratio(args, "forward", shape, 16384, PLACE, medians | {"unfused-torch": 5.0}, "cuda")
+    assert ratio is None
+    assert problem is not None
+    assert "-32% from its anchor" in problem
+    assert "faster than when the targets were set" in problem
 
 
 @pytest.mark.parametrize("kind", ["zipf", "hot"])
@@ -63,7 +133,9 @@ def test_uneven_routing_passes_the_gate_too(kind: str) -> None:
     assert found[0]["baseline_ms"] is None
 
 
-def test_a_wrong_layer_gets_no_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_layer_gets_no_time(
+    with_exchange: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     right = bench.package_arm
 
     def wrong(*args: Any, **kwargs: Any) -> baselines.Arm:
@@ -77,7 +149,7 @@ def test_a_wrong_layer_gets_no_time(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         return baselines.Arm("swapped", layer, arm.backend, arm.engine, arm.runtime)
 
     monkeypatch.setattr(bench, "package_arm", wrong)
-    assert bench.run_shape(arguments(), SHAPE, 48, PLACE) == []
+    assert bench.run_shape(arguments(), SHAPE, 48, with_exchange) == []
     printed = capsys.readouterr().out
     assert "WRONG" in printed
     assert " ms " not in printed
@@ -131,10 +203,10 @@ def test_rounds_visit_every_input_set_and_order() -> None:
     assert all(took.n == 4 for took in times.values())
 
 
-def test_the_longest_operators_of_a_call_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    bench.run_shape(arguments("--kernels", "3"), SHAPE, 48, PLACE)
+def test_the_longest_operators_of_a_call_are_listed(with_exchange: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.run_shape(arguments("--kernels", "3"), SHAPE, 48, with_exchange)
     printed = capsys.readouterr().out
-    assert printed.count("ms on the device") == 4
+    assert printed.count("ms on the device") == 2 * len(ARMS)
     assert "aten::" in printed
 
 

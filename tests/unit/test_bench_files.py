@@ -84,6 +84,8 @@ def test_the_newest_record_of_a_configuration_is_rendered() -> None:
     assert "2.310 (2.300-2.330)" in page
     assert "3.000" not in page
     assert "530 (69%)" in page
+    assert "| 7.40 |" in page
+    assert "| 7.40 (5.60 local) |" in render.results_page([make_record(local_baseline_ms=5.6)])
     assert "Where these numbers stop meaning anything" in page
 
 
