@@ -228,11 +228,14 @@ inline void Machine::stall() {
         quiet_ = 0;
         return;
     }
-    u32 shown = 0;
-    for (const auto& t : threads_) {
-        if (t->done || ++shown > 40) continue;
-        std::fprintf(stderr, "cta %u thread %u waits: %s\n", t->cta, t->index, t->where);
-    }
+    for (u32 w = 0; w < warps_.size(); ++w)
+        for (u32 t = w * 32; t < w * 32 + 32; ++t) {
+            const Thread& thread = *threads_[t];
+            const bool alike = t % 32 != 0 && threads_[t - 1]->where == thread.where;
+            if (thread.done || alike) continue;
+            std::fprintf(
+                stderr, "CTA %u, from thread %u on: %s\n", thread.cta, thread.index, thread.where);
+        }
     test::fail(__FILE__, __LINE__, "nothing can go on");
 }
 

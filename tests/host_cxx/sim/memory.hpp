@@ -27,15 +27,16 @@ struct Barrier {
 struct Cta {
     std::vector<u8> bytes;
     std::vector<u32> writer;  // of each chunk: thread + 1 that wrote it and has not fenced since
+    std::vector<std::vector<u32>> unfenced;  // chunks that each thread wrote since its last fence
     std::map<u32, Barrier> barriers;
     std::map<u32, Meeting> named;
-    u32 start = 0;  // shared address of the first byte of dynamic shared memory
+    u64 version = 0;  // moves with every write
+    u32 start = 0;    // shared address of the first byte of dynamic shared memory
 };
 
 struct Memory {
     std::vector<Cta> ctas;
     std::vector<Meeting> clusters;
-    std::vector<u32> cluster_arrivals;  // generation that each thread has arrived for
 
     void reset(const Shape& s, u32 start) {
         ctas.assign(s.grid, Cta{});
@@ -43,9 +44,9 @@ struct Memory {
             cta.start = start;
             cta.bytes.assign(s.smem_bytes, kPoison);
             cta.writer.assign(s.smem_bytes / kChunk + 2, 0);
+            cta.unfenced.assign(s.block, {});
         }
         clusters.assign(s.grid / s.cluster, Meeting{});
-        cluster_arrivals.assign(s.grid * s.block, 0);
     }
 
     Cta& own() { return ctas[machine->self().cta]; }
@@ -64,12 +65,17 @@ struct Memory {
     // What the generic proxy writes.
     void write(u32 address, const void* from, u32 bytes) {
         std::memcpy(at(address, bytes), from, bytes);
-        own().writer[(address - own().start) / kChunk] = machine->self().index + 1;
+        ++own().version;
+        const u32 chunk = (address - own().start) / kChunk;
+        own().writer[chunk] = machine->self().index + 1;
+        own().unfenced[machine->self().index].push_back(chunk);
     }
 
     void fence() {
-        for (u32& writer : own().writer)
-            if (writer == machine->self().index + 1) writer = 0;
+        std::vector<u32>& chunks = own().unfenced[machine->self().index];
+        for (const u32 chunk : chunks)
+            if (own().writer[chunk] == machine->self().index + 1) own().writer[chunk] = 0;
+        chunks.clear();
     }
 
     // The asynchronous proxy is about to read these bytes of the running thread's CTA.

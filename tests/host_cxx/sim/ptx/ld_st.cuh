@@ -16,8 +16,8 @@ inline void st_release_gpu(u32* ptr, u32 v) {
     sim::machine->happened();
 }
 
-inline u32 red_add_release_gpu(u32* ptr, u32 v) {
-    return atomicAdd(ptr, v);
+inline void red_add_release_gpu(u32* ptr, u32 v) {
+    atomicAdd(ptr, v);
 }
 
 inline uint4 ld_nc_v4(const void* ptr) {
