@@ -38,7 +38,8 @@ def runtime_for(case: Case, **config: Any) -> prime_kernels.MegaMoERuntime:
             hidden=hidden,
             intermediate=intermediate,
             **options,
-        )
+        ),
+        device=case.x.device,
     )
 
 
