@@ -84,46 +84,84 @@ Record tiles_of_all(u32 grid, F&& schedule) {
     return record;
 }
 
-struct Blocks {
-    Experts experts;
-    u32 n_tiles, columns, tile_columns, grid;
+// The output of one GEMM.
+struct Output {
+    u32 n_tiles, tile_columns, columns, k_steps;
 
-    explicit Blocks(u32 most) : experts(random_experts(most)) {
+    explicit Output(u32 steps) : k_steps(steps) {
         tile_columns = machine.random.below(2) ? 256 : 128;
         n_tiles = 1 + machine.random.below(9);
         columns = n_tiles * tile_columns - machine.random.below(tile_columns / 64) * 64;
+    }
+
+    roles::BlockList list(const Experts& e) const {
+        return {e.counts.data(), e.starts.data(), e.size(),    n_tiles,
+                k_steps,         columns,         tile_columns};
+    }
+};
+
+using Seen = std::map<std::array<u32, 4>, u32>;  // (kind, expert, block, n-tile): how often
+
+struct Blocks {
+    Experts experts;
+    Output outputs[2] = {Output(5), Output(3)};
+    u32 grid, lag;
+
+    explicit Blocks(u32 most) : experts(random_experts(most)) {
         grid = 2 + machine.random.below(66) * 2;
+        lag = machine.random.below(machine.random.below(2) ? 3 : 80);
     }
 
     Record run() const {
-        const roles::BlockList list{
-            experts.counts.data(), experts.starts.data(), experts.size(), n_tiles, 5, columns,
-            tile_columns};
+        const roles::BlockList list = outputs[0].list(experts);
         return tiles_of_all(grid, [&](const roles::TileRing& ring, const roles::Waiter& waiter) {
             roles::schedule_blocks(list, ring, waiter);
         });
     }
-};
 
-// How often each (expert, m-block, n-tile) was handed out, with the checks that one tile allows.
-std::map<std::array<u32, 3>, u32> count_blocks(const Blocks& b, const Record& record) {
-    std::map<std::array<u32, 3>, u32> seen;
-    for (const std::vector<Tile>& tiles : record)
-        for (const Tile& t : tiles) {
-            const u32 e = static_cast<u32>(t.expert);
-            CHECK(t.k_steps == 5 && t.k0 == 0 && e < b.experts.size(), "expert %u", e);
-            const i32 first = t.row - b.experts.starts[e];
-            const i32 rows = b.experts.counts[e];
-            CHECK(first % 128 == 0 && first < rows, "expert %u: row %d of %d", e, first, rows);
-            const bool past = t.n >= static_cast<i32>(b.columns);
-            const i32 valid = past ? 0 : rows - first < 128 ? rows - first : 128;
-            CHECK(t.valid == valid, "expert %u row %d: %d valid rows", e, first, t.valid);
-            CHECK(!past || !t.multicast, "expert %u: an absent tile is shared", e);
-            if (!past)
-                ++seen[{e, static_cast<u32>(first) / 128, static_cast<u32>(t.n) / b.tile_columns}];
-        }
-    return seen;
-}
+    Record run_chain() const {
+        const roles::BlockList first = outputs[0].list(experts), second = outputs[1].list(experts);
+        return tiles_of_all(grid, [&](const roles::TileRing& ring, const roles::Waiter& waiter) {
+            roles::schedule_chain(first, second, lag, ring, waiter);
+        });
+    }
+
+    // What one tile has to be, whichever it is.
+    void check_tile(const Tile& t) const {
+        const u32 e = static_cast<u32>(t.expert);
+        CHECK(e < experts.size() && (t.kind == 0 || t.kind == 1), "expert %u kind %d", e, t.kind);
+        const Output& out = outputs[t.kind];
+        const i32 first = t.row - experts.starts[e], rows = experts.counts[e];
+        CHECK(t.k_steps == static_cast<i32>(out.k_steps) && t.k0 == 0, "%d steps", t.k_steps);
+        CHECK(first % 128 == 0 && first < rows, "expert %u: row %d of %d", e, first, rows);
+        const bool past = t.n >= static_cast<i32>(out.columns);
+        const i32 valid = past ? 0 : rows - first < 128 ? rows - first : 128;
+        CHECK(t.valid == valid, "expert %u row %d: %d valid rows", e, first, t.valid);
+        CHECK(!past || !t.multicast, "expert %u: an absent tile is shared", e);
+    }
+
+    void check_once(const Record& record, u32 kinds) const {
+        Seen seen;
+        for (const std::vector<Tile>& tiles : record)
+            for (const Tile& t : tiles) {
+                check_tile(t);
+                const u32 e = static_cast<u32>(t.expert), kind = static_cast<u32>(t.kind);
+                const u32 block = static_cast<u32>(t.row - experts.starts[e]) / 128;
+                if (t.valid) ++seen[{kind, e, block, t.n / outputs[kind].tile_columns}];
+            }
+        u64 tiles = 0;
+        for (u32 kind = 0; kind < kinds; ++kind)
+            for (const i32 rows : experts.counts)
+                tiles += u64{static_cast<u32>(rows + 127) / 128} * outputs[kind].n_tiles;
+        CHECK(
+            seen.size() == tiles, "%u experts, grid %u, lag %u: %zu tiles, not %llu",
+            experts.size(), grid, lag, seen.size(), tiles);
+        for (const auto& [tile, times] : seen)
+            CHECK(
+                times == 1, "grid %u lag %u: kind %u expert %u block %u tile %u: %u times", grid,
+                lag, tile[0], tile[1], tile[2], tile[3], times);
+    }
+};
 
 // CTAs of a pair load for each other: they need equally many steps, in the same order.
 void check_pairs(const Record& record) {
@@ -162,26 +200,25 @@ struct Weights {
 }  // namespace
 
 CASE(every_output_tile_of_every_expert_is_handed_out_exactly_once) {
-    for (u32 i = 0; i < 60; ++i) {
-        const Blocks b(i < 40 ? 40 : 130);
-        const auto seen = count_blocks(b, b.run());
-        for (u32 e = 0; e < b.experts.size(); ++e)
-            for (u32 m = 0; m < static_cast<u32>(b.experts.counts[e] + 127) / 128; ++m)
-                for (u32 n = 0; n < b.n_tiles; ++n) {
-                    const auto found = seen.find({e, m, n});
-                    CHECK(
-                        found != seen.end() && found->second == 1,
-                        "round %u, %u experts, grid %u: expert %u block %u tile %u", i,
-                        b.experts.size(), b.grid, e, m, n);
-                }
+    for (u32 i = 0; i < 24; ++i) {
+        const Blocks b(i < 18 ? 40 : 130);
+        b.check_once(b.run(), 1);
+    }
+}
+
+CASE(chained_gemms_hand_out_every_tile_of_both_exactly_once) {
+    for (u32 i = 0; i < 18; ++i) {
+        const Blocks b(i < 12 ? 40 : 100);
+        b.check_once(b.run_chain(), 2);
     }
 }
 
 CASE(both_ctas_of_a_pair_take_the_same_steps) {
-    for (u32 i = 0; i < 20; ++i)
+    for (u32 i = 0; i < 8; ++i) {
         check_pairs(Blocks(40).run());
-    for (u32 i = 0; i < 20; ++i)
+        check_pairs(Blocks(40).run_chain());
         check_pairs(Weights(20).run());
+    }
 }
 
 CASE(every_weight_tile_of_every_expert_is_handed_out_exactly_once) {

@@ -23,6 +23,7 @@ using u64 = unsigned long long;
 
 constexpr u32 kStackBytes = 64 * 1024;
 constexpr u32 kQuietRounds = 4096;           // of polling alone, before that is a stall
+constexpr u32 kShortQuietRounds = 2;         // the same where stalls are expected
 constexpr u64 kStallNs = 100 * 1000 * 1000;  // what a stall adds to the clock
 
 struct Shape {
@@ -84,6 +85,7 @@ public:
     Thread& self() { return *current_; }
     Warp& warp() { return warps_[(current_->cta * shape.block + current_->index) / 32]; }
     u32 live_lanes() const;
+    u32 running(u32 cta) const { return running_[cta]; }  // threads that have not returned
     u32 rank() const { return current_->cta % shape.cluster; }
     // The CTA that is `rank` in the cluster of the running thread.
     u32 peer(u32 rank) const { return current_->cta / shape.cluster * shape.cluster + rank; }
@@ -114,6 +116,7 @@ private:
     std::function<void()> body_;
     std::vector<std::unique_ptr<Thread>> threads_;
     std::vector<Warp> warps_;
+    std::vector<u32> running_;
     std::vector<u32> pace_;  // a warp runs in one of `pace` rounds
     std::vector<std::shared_ptr<Later>> pending_;
     Thread* current_ = nullptr;
@@ -125,6 +128,7 @@ inline void Machine::entry() {
     machine->body_();
     machine->current_->done = true;
     --machine->alive_;
+    --machine->running_[machine->current_->cta];
     machine->happened();
     _longjmp(machine->scheduler_, 1);
 }
@@ -246,6 +250,7 @@ inline void Machine::launch(const Shape& s, std::function<void()> body) {
     gridDim = {s.grid, 1, 1};
     alive_ = s.grid * s.block;
     warps_.assign(alive_ / 32, Warp{});
+    running_.assign(s.grid, s.block);
     pace_.assign(alive_ / 32, 1);
     for (u32& pace : pace_)
         pace = random.below(4) == 0 ? 1 + random.below(8) : 1;
@@ -268,7 +273,8 @@ inline void Machine::launch(const Shape& s, std::function<void()> body) {
         bool took = false;
         while (copies-- > 0 && take_one_later())
             took = true;
-        if ((!moved && !took) || ++quiet_ > kQuietRounds) stall();
+        const u32 patience = stalls_allowed ? kShortQuietRounds : kQuietRounds;
+        if ((!moved && !took) || ++quiet_ > patience) stall();
     }
     while (take_one_later()) {
     }
