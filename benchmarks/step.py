@@ -17,6 +17,7 @@ from benchmarks import bench, numerics, telemetry, timing
 from benchmarks.baselines import Arm, package_arm
 from benchmarks.cost import Shape, tflops
 from benchmarks.model import Around, Decoder, MasterAdamW, identity_layer, make_routes, sum_shared_gradients
+from benchmarks.place import Place
 from build_tools.tomlfile import read_toml
 
 ARMS = {"fused": "cuda", "grouped": "grouped", "reference": "reference"}
@@ -28,7 +29,7 @@ MAX_NORM_DIFFERENCE = 2e-2
 class Steps:
     """One training step at a time, with the experts of the chosen arm."""
 
-    def __init__(self, args: argparse.Namespace, shape: Shape, tokens: int, place: bench.Place) -> None:
+    def __init__(self, args: argparse.Namespace, shape: Shape, tokens: int, place: Place) -> None:
         sizes = read_toml(bench.HERE / "models.toml")[shape.name]
         self.around = Around(**sizes)
         self.place = place
@@ -70,7 +71,7 @@ class Steps:
         return timing.Variant(arm.name, prepare, self.run)
 
 
-def make_arms(args: argparse.Namespace, shape: Shape, tokens: int, place: bench.Place) -> list[Arm]:
+def make_arms(args: argparse.Namespace, shape: Shape, tokens: int, place: Place) -> list[Arm]:
     """The arms named on the command line, and identity."""
     options: dict[str, Any] = {"tokens": tokens, "device": place.device, "group": place.group, "save": args.save}
     arms = []
@@ -81,7 +82,7 @@ def make_arms(args: argparse.Namespace, shape: Shape, tokens: int, place: bench.
     return [*arms, Arm("identity", identity_layer, None, None)]
 
 
-def run_step(args: argparse.Namespace, shape: Shape, tokens: int, place: bench.Place) -> list[dict[str, Any]]:
+def run_step(args: argparse.Namespace, shape: Shape, tokens: int, place: Place) -> list[dict[str, Any]]:
     """Check the arms, time them in turns, print, and return a record of each."""
     torch._dynamo.reset()
     arms = make_arms(args, shape, tokens, place)
@@ -110,7 +111,7 @@ def run_step(args: argparse.Namespace, shape: Shape, tokens: int, place: bench.P
 
 
 def check_arms(
-    args: argparse.Namespace, arms: list[Arm], shape: Shape, tokens: int, place: bench.Place
+    args: argparse.Namespace, arms: list[Arm], shape: Shape, tokens: int, place: Place
 ) -> dict[str, numerics.Verdict]:
     """Numerics of every arm's layer by itself."""
     batch = bench.make_batches(shape, tokens, args.routing, place)[0]
@@ -121,7 +122,7 @@ def check_arms(
     return verdicts
 
 
-def agree(probes: dict[str, tuple[float, float]], place: bench.Place) -> bool:
+def agree(probes: dict[str, tuple[float, float]], place: Place) -> bool:
     """Whether all arms see the same loss and gradient norm."""
     (first, (loss, norm)), *others = probes.items()
     good = True

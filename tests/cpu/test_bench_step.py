@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import baselines, bench, records, step
+from benchmarks.place import Place
 
-PLACE = bench.Place(torch.device("cpu"), None, 0, 1)
+PLACE = Place(torch.device("cpu"), None, 0, 1)
 SHAPE = bench.read_shapes()["tiny"]
 REST = {"gpu": "none", "driver": None, "torch": "2.9", "commit": "0" * 40, "dirty": True, "time": "2026-11-29T00:00"}
 
