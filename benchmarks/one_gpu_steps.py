@@ -115,7 +115,7 @@ def bench_step(name: str, shape: str, *, record: bool) -> Step:
 
 def bare_environment(packages: Path) -> dict[str, str]:
     """Variables under which `packages` is where prime_kernels comes from."""
-    return {"PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1"}
+    return {"PYTHONPATH": str(packages)}
 
 
 def probe(job: Job, what: str, parts: Sequence[str], packages: Path, **env: str) -> dict[str, Any]:
@@ -207,15 +207,15 @@ def jit(job: Job) -> list[str]:
     shutil.copytree(ROOT / "prime_kernels", bare / "prime_kernels", ignore=ignored)
     cache.mkdir(mode=0o700)
     private = {"PRIME_KERNELS_CACHE_DIR": str(cache), "PATH": path_without_nvcc()}
-    packed = probe(job, "packed", ["passengers", "gemm"], ROOT)
-    built = probe(job, "built", ["passengers", "gemm"], bare, **private)
-    cached = probe(job, "cached", ["passengers", "gemm"], bare, **private)
-    took = built["first_call_s"] | built["load_s"]
-    again = cached["first_call_s"] | cached["load_s"]
+    parts = ["passengers", "gemm", "layer", "--time-loads"]
+    packed = probe(job, "packed", parts, ROOT)
+    built = probe(job, "built", parts, bare, **private)
+    cached = probe(job, "cached", parts, bare, **private)
+    took = built["load_s"]
+    each = ", ".join(f"{short_key(key)} {s:.2f}" for key, s in took.items())
     lines = [
-        "compiled and loaded: " + ", ".join(f"{short_key(key)} {s:.2f} s" for key, s in took.items()),
-        f"from the cache {sum(again.values()):.2f} s for all; "
-        f"packed {sum((packed['first_call_s'] | packed['load_s']).values()):.2f} s",
+        f"{len(took)} kernels compiled in {sum(took.values()):.2f} s, the slowest {max(took.values()):.2f} s ({each})",
+        f"from the cache {sum(cached['load_s'].values()):.3f} s, packed {sum(packed['load_s'].values()):.3f} s for all",
     ]
     problems = over({key: (s, MAX_COMPILE_S) for key, s in took.items()}, "s")
     for what, found, origin in (("packed", packed, "/"), ("built", built, "built"), ("cached", cached, "cache")):
@@ -225,7 +225,7 @@ def jit(job: Job) -> list[str]:
         problems += [f"{key} has other bits than the packed one" for key in wrong]
     if problems:
         raise StepError("; ".join(problems), lines)
-    return [*lines, f"same bits: {', '.join(short_key(key) for key in packed['digests'])}"]
+    return [*lines, f"bits of the packed ones: {', '.join(short_key(key) for key in packed['digests'])}"]
 
 
 def sanitizer_step(tool: str, *, expect_errors: bool = False) -> Step:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import bench_grouped_gemm as bench
+from benchmarks import one_gpu_reports
 from tests.helpers.groups import align_up
 
 TINY = ["--device", "cpu", "--shapes", "tiny", "--tokens", "64", "--rounds", "3", "--warmups", "1"]
@@ -75,7 +76,12 @@ def test_every_arm_is_checked_timed_and_recorded(
         assert record["rel_err"] < (1e-5 if record["arm"] != "torch" and "fp32" in record["problem"] else 3e-3)
     assert set(seen) == {seen[0]}
     assert seen[0] == align_up(seen[0], align) >= 128
-    assert "wgrad_gate_up_fp32_accumulate" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "wgrad_gate_up_fp32_accumulate" in printed
+    (line,), short = one_gpu_reports.gemm_rates(printed, 0.9)
+    assert line.startswith("tiny: gate_up ")
+    assert line.count(", ") == 3
+    assert short == []
 
 
 def test_an_arm_that_is_wrong_for_one_expert_has_no_time(
@@ -96,7 +102,9 @@ def test_an_arm_that_is_wrong_for_one_expert_has_no_time(
     assert ("wgrad_gate_up_fp32_accumulate", "prime_kernels") not in timed
     assert ("wgrad_gate_up", "prime_kernels") in timed
     assert ("gate_up", "torch") in timed
-    assert "WRONG expert 0: relative error" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "WRONG expert 0: relative error" in printed
+    assert len(one_gpu_reports.gemm_rates(printed, 0.9)[1]) == 3
 
 
 def test_anchors_are_found_by_shape_arm_and_problem() -> None:

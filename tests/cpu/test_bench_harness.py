@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import baselines, bench, numerics, records, timing
+from benchmarks import baselines, bench, numerics, one_gpu_reports, records, timing
 from benchmarks.place import Place, process_group
 
 PLACE = Place(torch.device("cpu"), None, 0, 1)
@@ -70,6 +70,11 @@ def test_target_and_baseline_are_checked_timed_and_reported(
             words = (arm, op) if op == "numerics" else (op, arm)
             assert any(line.split()[:2] == [*words] for line in printed.splitlines()), words
     assert printed.count("no ratio: no anchor") == 2
+    for op, line in zip(("forward", "backward"), one_gpu_reports.bench_lines(printed, target="grouped"), strict=True):
+        assert line.startswith(f"{op} ")
+        assert " ms (" in line
+        assert "  unfused-torch-local " in line
+        assert "  no ratio: no anchor" in line
     assert printed.count("; the recipe without its exchange: ") == 2
 
 
