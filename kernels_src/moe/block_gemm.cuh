@@ -40,9 +40,8 @@ struct BlockGemm {
     // A is in memory from the start, unless this launch pulls it.
     PK_DEVICE static void wait_rows(const Args& args, const Tile& t, roles::Waiter& waiter) {
         if (args.arrivals == nullptr || t.valid == 0) return;
-        const u32* counter = args.arrivals + t.row / 64;
-        waiter.wait_counter(counter, roles::kArrivalRows, Wait::kInput);
-        if (t.valid > 64) waiter.wait_counter(counter + 1, roles::kArrivalRows, Wait::kInput);
+        waiter.wait_counters(
+            args.arrivals + t.row / 64, t.valid > 64, roles::kArrivalRows, Wait::kInput);
         // The pulling warps' stores, acquired above, before this thread's TMA loads of them.
         ptx::fence_async_global();
     }

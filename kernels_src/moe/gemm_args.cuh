@@ -42,34 +42,6 @@ struct GroupedArgs {
     float up_offset;
 };
 
-// The forward: gate/up, SwiGLU and down in one launch.
-struct ForwardArgs {
-    TensorMap x;     // rows: the pool of x
-    TensorMap gate;  // K-major weights
-    TensorMap up;
-    TensorMap z;     // halves
-    TensorMap h;     // rows, written and read
-    TensorMap down;  // K-major weights
-    TensorMap y;     // rows: the pool of results
-    const i32* counts;
-    const i32* starts;
-    const float* row_score;
-    const u8* pull_src;  // [T, H]
-    u8* pull_dst;        // the pool of x
-    const i32* row_src;
-    u32* arrivals;  // [pool rows / 64] rows of x that came
-    u32* h_done;    // [pool rows / 64] finished tiles of h
-    FaultRecord* fault;
-    u32 num_experts;
-    u32 hidden;
-    u32 intermediate;
-    u32 lag;     // experts that gate/up runs ahead of down
-    u32 keep_z;  // 0: z is not written
-    float alpha;
-    float clamp;
-    float up_offset;
-};
-
 // Reductions over rows. A and B maps are MN-major 4-D [64, rows, columns/64, 1] with box {64, 64,
 // 2}.
 struct WgradArgs {

@@ -161,12 +161,17 @@ struct Plan {
         u32 start = 0;
         for (u32 base = 0; base < args.num_experts; base += 32) {
             const u32 e = base + lane;
+            // All asked for before any is added up: each takes as long as all.
+            u32 part[kCtas];
+#pragma unroll
+            for (u32 c = 0; c < kCtas; ++c)
+                part[c] = e < args.num_experts ? ptx::ld_cluster_u32(t.by_cta + e, c) : 0;
             u32 before = 0;
             u32 rows = 0;
-            for (u32 c = 0; c < kCtas && e < args.num_experts; ++c) {
-                const u32 part = ptx::ld_cluster_u32(t.by_cta + e, c);
-                before += c < cta ? part : 0;
-                rows += part;
+#pragma unroll
+            for (u32 c = 0; c < kCtas; ++c) {
+                before += c < cta ? part[c] : 0;
+                rows += part[c];
             }
             const u32 padded = align_up(rows, kPoolAlign);
             u32 end = padded;

@@ -36,11 +36,14 @@ struct Waiter {
         }
     }
 
-    // Until a counter in global memory reads `target`, written by other CTAs with release at GPU
-    // scope.
-    PK_DEVICE void wait_counter(const u32* counter, u32 target, Wait what) {
+    // Until one or two neighbouring counters in global memory read `target`, written by other CTAs
+    // with release at GPU scope. Both are asked for before either is looked at.
+    PK_DEVICE void wait_counters(const u32* first, bool two, u32 target, Wait what) {
         u64 start = 0;
-        for (u32 polls = 1; !dead && ptx::ld_acquire_gpu(counter) != target; ++polls) {
+        for (u32 polls = 1; !dead; ++polls) {
+            const u32 a = ptx::ld_acquire_gpu(first);
+            const u32 b = ptx::ld_acquire_gpu(first + two);
+            if (a == target && b == target) return;
             if (polls % kPollsPerClockRead != 0) continue;
             const u64 now = ptx::global_timer_ns();
             if (start == 0) start = now;

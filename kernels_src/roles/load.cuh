@@ -6,7 +6,7 @@
 // Op gives, for a tile and a step: bytes(tile) that this CTA's stage receives, load_a(...) and
 // load_b(...), and wait_rows(...), which returns once A may be read. With multicast each CTA of the
 // pair loads half of B into both; a CTA without a tile of its own still loads its half for the
-// other. B waits for nobody, so it goes first.
+// other.
 //
 // Invariants: a stage is refilled only after the math warps of both CTAs have released it, because
 //             either CTA may write into the other's stage. Returns only when every copy into this
@@ -35,6 +35,9 @@ PK_DEVICE void load(const typename Op::Args& args, u32 base, TileRing tiles, Wai
     for (;;) {
         const Tile tile = tiles.pop(waiter, true);
         if (tile.k_steps < 0) break;
+        // Before the wait for a free stage, under which it hides: a look at two counters takes about as
+        // long as the tensor cores take for a stage.
+        Op::wait_rows(args, tile, waiter);
         const u32 bytes = Op::bytes(tile);
         for (i32 k = 0; k < tile.k_steps; ++k, ring.advance()) {
             waiter.wait(
@@ -51,8 +54,7 @@ PK_DEVICE void load(const typename Op::Args& args, u32 base, TileRing tiles, Wai
                 Op::load_b(args, tile, k, at, 0, false);
                 Op::load_b(args, tile, k, at, 1, false);
             }
-            if (k == 0) Op::wait_rows(args, tile, waiter);
-            if (!waiter.dead) Op::load_a(args, tile, k, at);
+            Op::load_a(args, tile, k, at);
         }
     }
     for (u32 s = 0; s < Op::kStages; ++s, ring.advance())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backend "cuda": the layer on the packed kernels, one rank holding all experts.
 
-Forward: plan (gives every slot a pool row), forward (pulls rows of x, both GEMMs), combine. Backward: prepare, gate_up
-where z was not kept, down_grad (pulls dy), gate_up_grad (pulls x unless it was kept), wgrad, combine. Nothing reads a
-count on the host.
+Forward: plan (gives every slot a pool row), gate_up (pulls rows of x), down, combine. Backward: prepare, gate_up where
+z was not kept, down_grad (pulls dy), gate_up_grad (pulls x unless it was kept), wgrad, combine. Nothing reads a count
+on the host.
 
 The pool holds rows grouped by expert, each expert starting at a multiple of 64 rows. The plan is
 [counts E | starts E + 1 | pool row of every slot T*K | token of every pool row]. `preact` is z [pool rows, 2I],
@@ -127,12 +127,13 @@ class CudaBackend(Backend):
             preact = call.empty(*self.preact_shape(config, num_tokens=tokens, ep_size=1, save=save))
         kept = kept_rows(preact, pool, config)
         score = call.empty(pool, dtype=torch.float32)
-        counters = call.counters(pool, 2)
+        counters = call.counters(pool, 1)
         call.make_plan(topk_ids, topk_weights, (sent, received), score, counters)
         pull = Pull(x, call.empty(pool, config.hidden) if kept is None else kept, counters[0])
         h = call.empty(pool, config.intermediate)
         y_rows = call.empty(pool, config.hidden)
-        call.forward(pull, (w_gate_up, w_down), h, preact, score, y_rows, counters[1])
+        call.gate_up(pull, w_gate_up, h, preact)
+        call.down(h, w_down, score, y_rows)
         y = torch.empty_like(x)
         call.combine(y_rows, y)
         return ForwardResult(y, plan, sent, received, preact)
@@ -166,7 +167,7 @@ class CudaBackend(Backend):
         if preact is None:
             x_rows, wants_rows = call.empty(pool, config.hidden), False
             preact = call.empty(pool, 2 * config.intermediate)
-            call.gate_up(Pull(x, x_rows, counters[1]), x_rows, w_gate_up, scaled, preact)
+            call.gate_up(Pull(x, x_rows, counters[1]), w_gate_up, scaled, preact)
         dy_rows = call.empty(pool, config.hidden)
         dz = call.empty(pool, 2 * config.intermediate)
         parts = call.empty(pool, math.ceil(config.intermediate / TILE_N), dtype=torch.float32)

@@ -21,7 +21,6 @@ from prime_kernels.moe.cuda_variants import (
     PlanView,
     Pull,
     address,
-    expert_lag,
     gemm_key,
     split,
 )
@@ -139,48 +138,6 @@ class Call:
         }
         self._run(COMBINE, 8 * self.sms, args)
 
-    def forward(
-        self,
-        pull: Pull,
-        weights: tuple[Weights, Tensor],
-        h: Tensor,
-        preact: Tensor | None,
-        score: Tensor,
-        y_rows: Tensor,
-        h_done: Tensor,
-    ) -> None:
-        config = self.config
-        gate, up = maps.halves(*split(weights[0]))
-        x_rows = maps.rows(pull.dst)
-        intermediate = config.intermediate
-        tensors = {
-            "x": x_rows,
-            "gate": maps.reduce_cols(gate),
-            "up": maps.reduce_cols(up),
-            "z": x_rows if preact is None else maps.row_halves(preact.data_ptr(), h.shape[0], intermediate),
-            "h": maps.rows(h),
-            "down": maps.reduce_cols(maps.matrices(weights[1])),
-            "y": maps.rows(y_rows),
-        }
-        args = {
-            "counts": self.plan.counts,
-            "starts": self.plan.starts,
-            "row_score": score.data_ptr(),
-            "pull_src": pull.src.data_ptr(),
-            "pull_dst": pull.dst.data_ptr(),
-            "row_src": self.plan.row_src,
-            "arrivals": address(pull.arrivals),
-            "h_done": h_done.data_ptr(),
-            "fault": self.fault,
-            "num_experts": config.num_experts,
-            "hidden": config.hidden,
-            "intermediate": intermediate,
-            "lag": expert_lag(config, self.tokens, self.sms),
-            "keep_z": int(preact is not None),
-            **self.activation,
-        }
-        self._run(gemm_key("forward", config), self.sms // 2 * 2, args, tensors)
-
     def _blocks(
         self,
         op: str,
@@ -217,19 +174,26 @@ class Call:
         every = {name: tensors.get(name, filler) for name in ("a", "b0", "b1", "out0", "out1", "in1")}
         self._run(gemm_key(op, self.config), self.sms // 2 * 2, args, every)
 
-    def gate_up(self, pull: Pull | None, x_rows: Tensor, weights: Weights, h: Tensor, preact: Tensor) -> None:
-        """z and h again, from rows that this launch pulls or that are there."""
+    def gate_up(self, pull: Pull, weights: Weights, h: Tensor, preact: Tensor | None) -> None:
+        """h, and z where it is kept, from rows that this launch pulls."""
         config = self.config
         gate, up = maps.halves(*split(weights))
         tensors = {
-            "a": maps.rows(x_rows),
+            "a": maps.rows(pull.dst),
             "b0": maps.reduce_cols(gate),
             "b1": maps.reduce_cols(up),
             "out0": maps.rows(h),
-            "out1": maps.row_halves(preact.data_ptr(), h.shape[0], config.intermediate),
         }
+        if preact is not None:
+            tensors["out1"] = maps.row_halves(preact.data_ptr(), h.shape[0], config.intermediate)
         sizes = {"k_steps": config.hidden // STAGE_K, "columns": config.intermediate, "tile_columns": TILE_N // 2}
-        self._blocks("gate_up", tensors, pull, **sizes, keep_z=1)
+        self._blocks("gate_up", tensors, pull, **sizes, keep_z=int(preact is not None))
+
+    def down(self, h: Tensor, w_down: Tensor, score: Tensor, y_rows: Tensor) -> None:
+        config = self.config
+        tensors = {"a": maps.rows(h), "b0": maps.reduce_cols(maps.matrices(w_down)), "out0": maps.rows(y_rows)}
+        sizes = {"k_steps": config.intermediate // STAGE_K, "columns": config.hidden, "tile_columns": TILE_N}
+        self._blocks("down", tensors, **sizes, row_score=score.data_ptr())
 
     def down_grad(
         self, pull: Pull, w_down: Tensor, preact: Tensor, score: Tensor, dz: Tensor, scaled: Tensor, parts: Tensor

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -45,8 +44,8 @@ def gemm_key(op: str, config: MegaMoEConfig) -> str:
     tile = f"t{TILE_M}x{TILE_N}x{STAGE_K}"
     act = "swiglu" if is_plain(config) else "clamped"
     return {
-        "forward": f"forward|bf16|{act}|{tile}|s4|c2",
         "gate_up": f"gate_up|bf16|{act}|{tile}|s4|c2",
+        "down": f"down|bf16|scored|{tile}|s4|c2",
         "down_grad": f"down_grad|bf16|{act}|{tile}|s3|c2",
         "gate_up_grad": f"gate_up_grad|bf16|{tile}|s4|c2",
         "wgrad_bf16": f"wgrad|bf16|{tile}|s4|c2",
@@ -56,15 +55,8 @@ def gemm_key(op: str, config: MegaMoEConfig) -> str:
 
 def kernel_keys(config: MegaMoEConfig) -> tuple[str, ...]:
     """Keys of every kernel that a call may need."""
-    ops = ("forward", "gate_up", "down_grad", "gate_up_grad", "wgrad_bf16", "wgrad_f32")
+    ops = ("gate_up", "down", "down_grad", "gate_up_grad", "wgrad_bf16", "wgrad_f32")
     return (PLAN, PREPARE, COMBINE, GATHER, *(gemm_key(op, config) for op in ops))
-
-
-def expert_lag(config: MegaMoEConfig, tokens: int, sms: int) -> int:
-    """Experts that gate/up runs ahead of down: two waves of its tiles at the mean number of rows."""
-    rows = math.ceil(tokens * config.topk / config.num_experts)
-    tiles = math.ceil(rows / TILE_M) * math.ceil(config.intermediate / (TILE_N // 2))
-    return min(config.num_experts, math.ceil(2 * sms / max(tiles, 1)))
 
 
 def is_plain(config: MegaMoEConfig) -> bool:

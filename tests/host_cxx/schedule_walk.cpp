@@ -100,66 +100,56 @@ struct Output {
     }
 };
 
-using Seen = std::map<std::array<u32, 4>, u32>;  // (kind, expert, block, n-tile): how often
+using Seen = std::map<std::array<u32, 3>, u32>;  // (expert, block, n-tile): how often
 
 struct Blocks {
     Experts experts;
-    Output outputs[2] = {Output(5), Output(3)};
-    u32 grid, lag;
+    Output output{5};
+    u32 grid;
 
     explicit Blocks(u32 most) : experts(random_experts(most)) {
         grid = 2 + machine.random.below(66) * 2;
-        lag = machine.random.below(machine.random.below(2) ? 3 : 80);
     }
 
     Record run() const {
-        const roles::BlockList list = outputs[0].list(experts);
+        const roles::BlockList list = output.list(experts);
         return tiles_of_all(grid, [&](const roles::TileRing& ring, const roles::Waiter& waiter) {
             roles::schedule_blocks(list, ring, waiter);
-        });
-    }
-
-    Record run_chain() const {
-        const roles::BlockList first = outputs[0].list(experts), second = outputs[1].list(experts);
-        return tiles_of_all(grid, [&](const roles::TileRing& ring, const roles::Waiter& waiter) {
-            roles::schedule_chain(first, second, lag, ring, waiter);
         });
     }
 
     // What one tile has to be, whichever it is.
     void check_tile(const Tile& t) const {
         const u32 e = static_cast<u32>(t.expert);
-        CHECK(e < experts.size() && (t.kind == 0 || t.kind == 1), "expert %u kind %d", e, t.kind);
-        const Output& out = outputs[t.kind];
+        CHECK(e < experts.size() && t.kind == 0, "expert %u kind %d", e, t.kind);
         const i32 first = t.row - experts.starts[e], rows = experts.counts[e];
-        CHECK(t.k_steps == static_cast<i32>(out.k_steps) && t.k0 == 0, "%d steps", t.k_steps);
+        CHECK(t.k_steps == static_cast<i32>(output.k_steps) && t.k0 == 0, "%d steps", t.k_steps);
         CHECK(first % 128 == 0 && first < rows, "expert %u: row %d of %d", e, first, rows);
-        const bool past = t.n >= static_cast<i32>(out.columns);
+        const bool past = t.n >= static_cast<i32>(output.columns);
         const i32 valid = past ? 0 : rows - first < 128 ? rows - first : 128;
         CHECK(t.valid == valid, "expert %u row %d: %d valid rows", e, first, t.valid);
         CHECK(!past || !t.multicast, "expert %u: an absent tile is shared", e);
     }
 
-    void check_once(const Record& record, u32 kinds) const {
+    void check_once(const Record& record) const {
         Seen seen;
         for (const std::vector<Tile>& tiles : record)
             for (const Tile& t : tiles) {
                 check_tile(t);
-                const u32 e = static_cast<u32>(t.expert), kind = static_cast<u32>(t.kind);
+                const u32 e = static_cast<u32>(t.expert);
                 const u32 block = static_cast<u32>(t.row - experts.starts[e]) / 128;
-                if (t.valid) ++seen[{kind, e, block, t.n / outputs[kind].tile_columns}];
+                if (t.valid) ++seen[{e, block, t.n / output.tile_columns}];
             }
         u64 tiles = 0;
-        for (u32 kind = 0; kind < kinds; ++kind)
-            for (const i32 rows : experts.counts)
-                tiles += u64{static_cast<u32>(rows + 127) / 128} * outputs[kind].n_tiles;
+        for (const i32 rows : experts.counts)
+            tiles += u64{static_cast<u32>(rows + 127) / 128} * output.n_tiles;
         CHECK(
-            seen.size() == tiles, "%u experts, grid %u, lag %u: %zu tiles, not %llu",
-            experts.size(), grid, lag, seen.size(), tiles);
+            seen.size() == tiles, "%u experts, grid %u: %zu tiles, not %llu", experts.size(), grid,
+            seen.size(), tiles);
         for (const auto& [tile, times] : seen)
             CHECK(
-                times == 1, "grid %u lag %u: kind %u expert %u block %u tile %u: %u times", grid,
-                lag, tile[0], tile[1], tile[2], tile[3], times);
+                times == 1, "grid %u: expert %u block %u tile %u: %u times", grid, tile[0], tile[1],
+                tile[2], times);
     }
 };
 
@@ -202,21 +192,13 @@ struct Weights {
 CASE(every_output_tile_of_every_expert_is_handed_out_exactly_once) {
     for (u32 i = 0; i < 24; ++i) {
         const Blocks b(i < 18 ? 40 : 130);
-        b.check_once(b.run(), 1);
-    }
-}
-
-CASE(chained_gemms_hand_out_every_tile_of_both_exactly_once) {
-    for (u32 i = 0; i < 18; ++i) {
-        const Blocks b(i < 12 ? 40 : 100);
-        b.check_once(b.run_chain(), 2);
+        b.check_once(b.run());
     }
 }
 
 CASE(both_ctas_of_a_pair_take_the_same_steps) {
     for (u32 i = 0; i < 8; ++i) {
         check_pairs(Blocks(40).run());
-        check_pairs(Blocks(40).run_chain());
         check_pairs(Weights(20).run());
     }
 }

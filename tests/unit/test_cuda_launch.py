@@ -87,7 +87,7 @@ def test_every_launch_packs_against_the_kernels_own_structs(
 ) -> None:
     config = config_of()
     forward, backward = step(config, tokens, save=save, pair=pair)
-    forward_names = ["pk_plan", "pk_forward", "pk_combine"]
+    forward_names = ["pk_plan", "pk_gate_up", "pk_down", "pk_combine"]
     again = ["pk_gate_up"] if save == "inputs" else []
     backward_names = ["pk_prepare", *again, "pk_down_grad", "pk_gate_up_grad", "pk_wgrad", "pk_combine"]
     assert launches.names() == forward_names + backward_names
@@ -98,7 +98,7 @@ def test_every_launch_packs_against_the_kernels_own_structs(
 
 def test_activation_class_and_gradient_type_choose_the_kernel(launches: Launches) -> None:
     step(config_of(activation=SwiGLU(clamp=7.0, alpha=1.702, up_offset=1.0)), 8)
-    clamped = [args for name, _, args, _ in launches.seen if name in ("pk_forward", "pk_down_grad")]
+    clamped = [args for name, _, args, _ in launches.seen if name in ("pk_gate_up", "pk_down_grad")]
     assert [(a["clamp"], a["alpha"], a["up_offset"]) for a in clamped] == [(7.0, 1.702, 1.0)] * 2
 
 
@@ -112,7 +112,7 @@ def test_activation_class_and_gradient_type_choose_the_kernel(launches: Launches
 )
 def test_gradients_that_are_not_needed_are_not_computed(launches: Launches, needs: Needs, absent: str) -> None:
     _, backward = step(config_of(), 8, needs=needs)
-    assert absent not in launches.names()[3:]
+    assert absent not in launches.names()[4:]
     results = (backward.dx, backward.dtopk_weights, backward.dw_gate_up, backward.dw_down)
     assert [r is not None for r in results] == list(needs)
 
@@ -121,7 +121,7 @@ def test_rows_of_x_are_copied_again_only_where_they_are_read(launches: Launches)
     def copied(save: str, needs: Needs) -> str | None:
         launches.seen.clear()
         step(config_of(), 8, save=save, needs=needs)
-        pulling = [name for name, _, args, _ in launches.seen[3:] if args.get("pull_src")]
+        pulling = [name for name, _, args, _ in launches.seen[4:] if args.get("pull_src")]
         pulling += [name for name in launches.names() if name == "pk_gather_rows"]
         pulling.remove("pk_down_grad")  # rows of dy
         assert len(pulling) <= 1
@@ -138,7 +138,7 @@ def test_rows_of_x_are_copied_again_only_where_they_are_read(launches: Launches)
 def test_grids_are_even_and_stay_within_num_sms(launches: Launches) -> None:
     step(config_of(num_sms=7), 8)
     grids = {name: grid for name, grid, *_ in launches.seen}
-    assert grids["pk_forward"] == grids["pk_wgrad"] == 6
+    assert grids["pk_gate_up"] == grids["pk_wgrad"] == 6
     assert grids["pk_plan"] == 8  # one cluster, whatever the SMs
 
 

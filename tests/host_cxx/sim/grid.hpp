@@ -2,7 +2,6 @@
 // sim/grid.hpp: runs a kernel on the simulated machine and checks what every launch has to leave
 // behind: no store unread, no copy under way into a CTA that has left.
 #pragma once
-#include "async_copies.hpp"
 #include "copies.hpp"
 #include "multiply.hpp"
 
@@ -17,7 +16,6 @@ template <class Kernel>
 void run_kernel(Machine& m, u32 grid, const typename Kernel::Args& args) {
     constexpr auto kLaunch = Kernel::kLaunch;
     bulks.clear();
-    async_groups.clear();
     products.clear();
     reader.forget();
     run_grid(m, {grid, kLaunch.threads, kLaunch.cluster, kLaunch.smem_bytes}, [&] {
