@@ -181,8 +181,7 @@ def test_every_file_of_gpu_tests_has_a_step() -> None:
 
 
 def test_failed_tests_are_counted_and_quoted(tmp_path: Path) -> None:
-    test = one_gpu.ROOT / "build" / "test-one-gpu" / "test_mixed.py"
-    test.parent.mkdir(parents=True, exist_ok=True)
+    test = tmp_path / "test_mixed.py"
     test.write_text("def test_good(): pass\ndef test_bad(): assert 1 + 1 == 3, 'sums are off'\n")
     (outcome,) = one_gpu.run_steps([one_gpu_steps.pytest_step("t:x", test, 60)], tmp_path, jobs=1, budget_s=60)
     assert outcome.verdict == "FAILED"
