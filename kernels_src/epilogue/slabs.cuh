@@ -22,6 +22,11 @@ struct Seat {
     bool leader;  // issues the warpgroup's copies
 
     PK_DEVICE void sync() const { ptx::named_barrier_sync(1 + warpgroup, 128); }
+
+    // Whether any of the warpgroup's threads says so; all of them learn it.
+    PK_DEVICE bool any(bool value) const {
+        return ptx::named_barrier_any(1 + warpgroup, 128, value);
+    }
 };
 
 // Two slabs used in turn.

@@ -30,4 +30,20 @@ PK_DEVICE void named_barrier_sync(u32 id, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same barrier; true in all of them when `value` is true in any.
+PK_DEVICE bool named_barrier_any(u32 id, u32 threads, bool value) {
+    u32 any;
+    asm volatile(
+        "{\n"
+        ".reg .pred p, q;\n"
+        "setp.ne.u32 p, %3, 0;\n"
+        "bar.red.or.pred q, %1, %2, p;\n"
+        "selp.u32 %0, 1, 0, q;\n"
+        "}\n"
+        : "=r"(any)
+        : "r"(id), "r"(threads), "r"(static_cast<u32>(value))
+        : "memory");
+    return any != 0;
+}
+
 }  // namespace prime::ptx

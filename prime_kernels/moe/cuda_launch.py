@@ -193,7 +193,7 @@ class Call:
         config = self.config
         tensors = {"a": maps.rows(h), "b0": maps.reduce_cols(maps.matrices(w_down)), "out0": maps.rows(y_rows)}
         sizes = {"k_steps": config.intermediate // STAGE_K, "columns": config.hidden, "tile_columns": TILE_N}
-        self._blocks("down", tensors, **sizes, row_score=score.data_ptr())
+        self._blocks("down", tensors, None, **sizes, row_score=score.data_ptr())
 
     def down_grad(
         self, pull: Pull, w_down: Tensor, preact: Tensor, score: Tensor, dz: Tensor, scaled: Tensor, parts: Tensor

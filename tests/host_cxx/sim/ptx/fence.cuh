@@ -21,4 +21,12 @@ inline void named_barrier_sync(u32 id, u32 threads) {
     sim::machine->meet(sim::named(id), threads, "named_barrier_sync");
 }
 
+inline bool named_barrier_any(u32 id, u32 threads, bool value) {
+    sim::Meeting& meeting = sim::named(id);
+    const u32 generation = meeting.generation & 1;
+    meeting.votes[generation] = meeting.votes[generation] || value;
+    sim::machine->meet(meeting, threads, "named_barrier_any");
+    return meeting.votes[generation];
+}
+
 }  // namespace prime::ptx
