@@ -35,8 +35,8 @@ PK_DEVICE void load(const typename Op::Args& args, u32 base, TileRing tiles, Wai
     for (;;) {
         const Tile tile = tiles.pop(waiter, true);
         if (tile.k_steps < 0) break;
-        // Before the wait for a free stage, under which it hides: a look at two counters takes about
-        // as long as the tensor cores take for a stage.
+        // Before the wait for a free stage, under which it hides: looking at two counters takes
+        // about as long as the tensor cores take for a stage.
         Op::wait_rows(args, tile, waiter);
         const u32 bytes = Op::bytes(tile);
         for (i32 k = 0; k < tile.k_steps; ++k, ring.advance()) {
