@@ -56,6 +56,9 @@ PK_DEVICE void skip(
     using Smem = typename Op::Smem;
     for (i32 k = 0; k < k_steps; ++k, ring.advance()) {
         waiter.wait(base + Smem::kStageFull + 8 * ring.stage, ring.phase, Wait::kStageFull);
+        // No instruction here keeps the warp together, and a lane left two rounds behind would take
+        // the parity for its own.
+        __syncwarp();
         release_stage(base + Smem::kStageEmpty + 8 * ring.stage, seat.lane);
     }
 }
