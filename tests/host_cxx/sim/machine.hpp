@@ -22,9 +22,10 @@ using u32 = unsigned;
 using u64 = unsigned long long;
 
 constexpr u32 kStackBytes = 64 * 1024;
-constexpr u32 kQuietRounds = 4096;           // of polling alone, before that is a stall
-constexpr u32 kShortQuietRounds = 2;         // the same where stalls are expected
-constexpr u64 kStallNs = 100 * 1000 * 1000;  // what a stall adds to the clock
+constexpr u32 kQuietRounds = 4096;          // of polling alone, before that is a stall
+constexpr u32 kShortQuietRounds = 2;        // the same where stalls are expected
+constexpr u64 kStallNs = 10 * 1000 * 1000;  // what a stall adds to the clock
+constexpr u64 kLongestNs = 1000ull * 1000 * 1000 * 1000;  // that a launch may take, stalls and all
 
 struct Shape {
     u32 grid, block, cluster, smem_bytes;
@@ -46,11 +47,13 @@ struct Thread {
 struct Meeting {
     u32 arrived = 0;
     u32 generation = 0;
+    bool votes[2] = {false, false};  // of this generation and of the one before
 };
 
 struct Warp {
     u32 arrived = 0, mask = 0, generation = 0;
     u32 active = 0, to_ask = 0;  // of __activemask
+    u32 stalls = 0;              // that this warp has seen
     const char* what = nullptr;
     u64 slots[2][32];
 };
@@ -121,7 +124,8 @@ private:
     std::vector<std::shared_ptr<Later>> pending_;
     Thread* current_ = nullptr;
     jmp_buf scheduler_;
-    u32 alive_ = 0, quiet_ = 0, stalls_ = 0;
+    u64 started_ns_ = 0;
+    u32 alive_ = 0, quiet_ = 0;
 };
 
 inline void Machine::entry() {
@@ -157,12 +161,13 @@ inline void Machine::suspend() {
 }
 
 inline bool Machine::block(const char* where, std::function<bool()> ready) {
-    const u32 stalls = stalls_;
     Thread& thread = *current_;
+    const u32& seen = warp().stalls;
+    const u32 stalls = seen;
     while (!ready()) {
-        if (stalls != stalls_) return false;
+        if (stalls != seen) return false;
         thread.where = where;
-        thread.ready = [&] { return stalls != stalls_ || ready(); };
+        thread.ready = [&] { return stalls != seen || ready(); };
         suspend();
         thread.ready = nullptr;
     }
@@ -189,6 +194,7 @@ inline void Machine::meet(Meeting& meeting, u32 members, const char* where) {
     if (++meeting.arrived == members) {
         meeting.arrived = 0;
         ++meeting.generation;
+        meeting.votes[meeting.generation & 1] = false;
         happened();
         return;
     }
@@ -226,8 +232,10 @@ inline bool Machine::round() {
 }
 
 inline void Machine::stall() {
-    if (stalls_allowed) {
-        ++stalls_;
+    if (stalls_allowed && now_ns - started_ns_ < kLongestNs) {
+        // Warps poll at their own pace, so that their waits run out one after the other.
+        for (Warp& warp : warps_)
+            warp.stalls += random.below(2);
         now_ns += kStallNs;
         quiet_ = 0;
         return;
@@ -249,6 +257,7 @@ inline void Machine::launch(const Shape& s, std::function<void()> body) {
     blockDim = {s.block, 1, 1};
     gridDim = {s.grid, 1, 1};
     alive_ = s.grid * s.block;
+    started_ns_ = now_ns;
     warps_.assign(alive_ / 32, Warp{});
     running_.assign(s.grid, s.block);
     pace_.assign(alive_ / 32, 1);
