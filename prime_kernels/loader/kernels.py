@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 
@@ -46,6 +47,12 @@ _lock = threading.Lock()
 _kernels: dict[tuple[str, int], Kernel] = {}
 _key_locks: dict[str, threading.Lock] = {}
 _libraries: dict[tuple[str, arch.Target], tuple[int, Spec]] = {}
+_digests: dict[str, str] = {}
+
+
+def loaded_digests() -> dict[str, str]:
+    """Key -> sha256 of every cubin this process has loaded, for records that must name what ran."""
+    return dict(_digests)
 
 
 def load_kernel(name: str, *, device: int | None = None) -> Kernel:
@@ -94,6 +101,7 @@ def _load(host: Host, name: str, ordinal: int, driver: int) -> Kernel:
         if status:
             raise load_failure(status, host.error_name(status), spec, cubin, facts, driver)
         loaded = _libraries[name, spec.arch] = (library, spec)
+        _digests[name] = hashlib.sha256(cubin).hexdigest()
         LOG.info("loaded %s for %s from %s", name, spec.arch, spec.origin)
     library, spec = loaded
     handle = host.kernel(library, spec.symbol)

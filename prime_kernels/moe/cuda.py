@@ -12,6 +12,7 @@ followed under save="full" by the x rows [pool rows, H].
 
 from __future__ import annotations
 
+import hashlib
 import math
 import weakref
 from typing import TYPE_CHECKING
@@ -43,6 +44,14 @@ class CudaBackend(Backend):
 
     def __init__(self) -> None:
         self._faults: weakref.WeakKeyDictionary[RuntimeView, Tensor] = weakref.WeakKeyDictionary()
+
+    @property
+    def cubin_digest(self) -> str:
+        """16 hex digits over the kernels that this process has loaded: what a measurement ran."""
+        from prime_kernels.loader.kernels import loaded_digests
+
+        text = "".join(f"{key} {digest}\n" for key, digest in sorted(loaded_digests().items()))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def unavailable_reason(self, device: torch.device, config: MegaMoEConfig) -> str | None:
         from prime_kernels.loader import load_kernel

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from build_tools.entries import generate
 from build_tools.variants import read_variants
 from prime_kernels import MegaMoEConfig, SwiGLU
+from prime_kernels.loader import kernels
 from prime_kernels.loader.args import ArgsPacker
 from prime_kernels.loader.manifest import ArgField
 from prime_kernels.moe import cuda_launch
@@ -161,3 +163,13 @@ def test_what_has_no_kernel_is_refused_by_name(fields: dict[str, Any], ep_size: 
     reason = CudaBackend().unsupported_reason(config_of(**fields), ep_size=ep_size, device=torch.device("cuda"))
     assert reason is not None
     assert words in reason
+
+
+def test_the_digest_of_a_measurement_names_every_kernel_that_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = CudaBackend()
+    seen = set()
+    for loaded in ({}, {"a": "1"}, {"a": "2"}, {"a": "1", "b": "1"}):
+        monkeypatch.setattr(kernels, "_digests", dict(loaded))
+        seen.add(backend.cubin_digest)
+        assert re.fullmatch(r"[0-9a-f]{16}", backend.cubin_digest)
+    assert len(seen) == 4
