@@ -12,6 +12,8 @@ from prime_kernels.moe.config import MegaMoEConfig, common_reason
 _LINE = 128  # one flag per cache line
 _HEADER = 4096
 _PLAN_BYTES_PER_ROW = 16
+_POOL_ALIGN = 64  # rows; one rank's experts start at multiples of it (docs/design.md)
+_TILE_N = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,13 @@ def plan_memory(config: MegaMoEConfig, *, ep_size: int = 1) -> MemoryPlan:
     if reason is not None:
         raise UnsupportedConfig(reason, facts={"ep_size": ep_size})
     tokens, topk = config.max_tokens_per_rank, config.topk
-    rows = preact_rows(config, num_tokens=tokens, ep_size=ep_size)
-    saved = tokens * config.hidden * 2 + tokens * topk * (8 + 4) + _PLAN_BYTES_PER_ROW * rows
+    if ep_size == 1:
+        rows = _align(tokens * topk + (_POOL_ALIGN - 1) * config.num_experts, _POOL_ALIGN)
+        plan = 4 * (2 * config.num_experts + 1 + tokens * topk + rows)
+    else:
+        rows = preact_rows(config, num_tokens=tokens, ep_size=ep_size)
+        plan = _PLAN_BYTES_PER_ROW * rows
+    saved = tokens * config.hidden * 2 + tokens * topk * (8 + 4) + plan
     if config.save != "inputs":
         saved += rows * 2 * config.intermediate * 2
     if config.save == "full":
@@ -93,13 +100,22 @@ def _symmetric_bytes(config: MegaMoEConfig, ep_size: int) -> int:
 
 
 def _workspace_bytes(config: MegaMoEConfig, ep_size: int, rows: int) -> int:
-    hidden, intermediate = config.hidden, config.intermediate
-    forward = rows * 2 * (hidden + intermediate)  # x rows, h
-    backward = rows * 2 * (2 * hidden + 2 * intermediate + intermediate)  # x rows, dy rows, dz, s*h
-    if config.save == "inputs":
-        backward += rows * 2 * 2 * intermediate  # recomputed pre-activations
-    slots = config.max_tokens_per_rank * config.topk * hidden * 2 if ep_size == 1 else 0  # else in the arena
-    return max(forward, backward) + slots
+    """Temporaries of the larger of forward and backward: what lives at the same time."""
+    hidden, intermediate = 2 * config.hidden, 2 * config.intermediate  # bytes of a row
+    kept = hidden if config.save == "full" else 0  # x rows are then part of what is saved
+    again = 2 * intermediate if config.save == "inputs" else 0  # recomputed pre-activations
+    forward = rows * (hidden - kept + intermediate)  # x rows, h
+    backward = rows * (2 * hidden - kept + 3 * intermediate + again)  # x rows, dy rows, dz, s*h
+    if ep_size > 1:
+        return max(forward, backward)  # results go to the owners' slots in the arena
+    counters = 4 * rows // _POOL_ALIGN
+    parts = -(-config.intermediate // _TILE_N)  # of a score's gradient
+    results = rows * (hidden + 4)  # y or dx rows, scores
+    return results + max(forward + counters, backward + 2 * counters + rows * 4 * parts)
+
+
+def _align(value: int, to: int) -> int:
+    return (value + to - 1) // to * to
 
 
 def _prepared_bytes(config: MegaMoEConfig, ep_size: int) -> int:

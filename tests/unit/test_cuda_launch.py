@@ -12,7 +12,7 @@ import torch
 
 from build_tools.entries import generate
 from build_tools.variants import read_variants
-from prime_kernels import MegaMoEConfig, SwiGLU
+from prime_kernels import MegaMoEConfig, SwiGLU, plan_memory
 from prime_kernels.loader import kernels
 from prime_kernels.loader.args import ArgsPacker
 from prime_kernels.loader.manifest import ArgField
@@ -173,3 +173,30 @@ def test_the_digest_of_a_measurement_names_every_kernel_that_was_loaded(monkeypa
         seen.add(backend.cubin_digest)
         assert re.fullmatch(r"[0-9a-f]{16}", backend.cubin_digest)
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize("save", ["preact", "inputs", "full"])
+def test_the_memory_plan_is_what_a_call_allocates(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, save: str
+) -> None:
+    config = config_of(max_tokens_per_rank=512, num_experts=8, save=save)
+    taken: list[int] = []
+    empty = torch.empty
+
+    def spy(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*shape, **options)
+        taken.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", spy)
+    forward, _ = step(config, 512, save=save)
+    plan = plan_memory(config)
+    kept = [forward.plan] + ([] if forward.preact is None else [forward.preact])
+    inputs = 512 * 192 * 2 + 512 * 2 * (8 + 4)
+    assert plan.saved_bytes_per_layer == inputs + sum(t.numel() * t.element_size() for t in kept)
+    # Forward and backward together take what is saved, counts, and both workspaces; the larger is the backward's.
+    results = 2 * 4 * 8 + 512 * 2 * 4  # counts twice, score gradients
+    pool = forward.plan.numel() - 2 * 8 - 1 - 512 * 2
+    forward_workspace = pool * (2 * 192 * (1 if save == "full" else 2) + 2 * 320 + 4) + 4 * pool // 64
+    rest = sum(taken) - (plan.saved_bytes_per_layer - inputs) - results - forward_workspace
+    assert abs(rest - plan.workspace_bytes) <= 0.02 * plan.workspace_bytes
