@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The grouped GEMMs as they ship, on the simulated machine: every value of every output against
 // plain loops, whatever the order in which warps run and copies arrive.
+#include <algorithm>
+
 #include "layer.hpp"
 #include "moe/down.cuh"
 #include "moe/gate_up.cuh"
@@ -47,6 +49,36 @@ void run(const Case& c, const moe::GroupedArgs& args) {
         args.fault->wait);
 }
 
+// Rows that a launch copies from token order to the pool while it multiplies.
+struct Pull {
+    Matrix tokens;
+    std::vector<i32> row_src;
+    std::vector<u32> arrivals;
+
+    Pull(const Layer& l) : tokens(1, 37, l.hidden), arrivals(l.pool() / 64, 0) {
+        tokens.fill(machine.random, 1.0f);
+        for (u32 r = 0; r < l.pool(); ++r) {
+            const i32 token = static_cast<i32>(machine.random.below(tokens.rows));
+            row_src.push_back(l.expert_of(r) < l.experts() ? token : -1);
+        }
+    }
+
+    // `waits`: the launch itself reads the rows, and so has to wait for them.
+    void ask(moe::GroupedArgs& args, Matrix& pool, bool waits) {
+        args.pull_src = reinterpret_cast<u8*>(tokens.bits.data());
+        args.pull_dst = reinterpret_cast<u8*>(pool.bits.data());
+        args.pull_bytes = tokens.columns * 2;
+        args.row_src = row_src.data();
+        args.arrivals = waits ? arrivals.data() : nullptr;
+    }
+
+    void check(const Layer& l, const Matrix& pool) const {
+        layer::check_rows(l, pool, "pulled", 0, [&](u32 r, u32, u32 n) {
+            return tokens.get(0, static_cast<u32>(row_src[r]), n);
+        });
+    }
+};
+
 template <bool kScored>
 void run_down(const Case& c) {
     const Layer l(c.hidden, c.intermediate, c.counts, machine.random);
@@ -89,14 +121,18 @@ void run_gate_up_grad(const Case& c) {
     args.split = half / 64;
     args.columns = l.hidden;
     args.n_tiles = ceil_div(l.hidden, 256u);
+    Pull pull(l);
+    Matrix pulled(1, l.pool(), l.hidden);
+    pull.ask(args, pulled, false);
     run<moe::GateUpGrad>(c, args);
+    pull.check(l, pulled);
     layer::check_rows(l, dx, "dx", 0, [&](u32 r, u32 e, u32 n) {
         return layer::dot_t(dz, r, 0, w, e, n, 0, 2 * half);
     });
 }
 
 template <bool kPlain>
-void run_gate_up(const Case& c, bool keep_z) {
+void run_gate_up(const Case& c, bool keep_z, bool pulls = false) {
     const Layer l(c.hidden, c.intermediate, c.counts, machine.random);
     const u32 half = l.intermediate;
     Matrix x = l.rows(l.hidden, 1.0f, machine.random);
@@ -120,7 +156,13 @@ void run_gate_up(const Case& c, bool keep_z) {
     args.clamp = static_cast<float>(limit);
     args.alpha = static_cast<float>(alpha);
     args.up_offset = static_cast<float>(offset);
+    Pull pull(l);
+    if (pulls) {
+        std::fill(x.bits.begin(), x.bits.end(), 0xFFFF);  // the padding too
+        pull.ask(args, x, true);
+    }
     run<moe::GateUp<kPlain>>(c, args);
+    if (pulls) pull.check(l, x);
     const auto value = [&](u32 r, u32 e, u32 n) {
         return layer::to_float(layer::to_bf16(layer::dot(x, r, 0, w, e, n)));
     };
@@ -148,7 +190,7 @@ CASE(down_without_scores_leaves_products_as_they_are) {
         run_down<false>(c);
 }
 
-CASE(the_gate_up_gradient_adds_both_halves_in_one_reduction) {
+CASE(the_gate_up_gradient_adds_both_halves_and_pulls_rows_for_others) {
     for (const Case& c : kCases)
         run_gate_up_grad(c);
 }
@@ -156,6 +198,12 @@ CASE(the_gate_up_gradient_adds_both_halves_in_one_reduction) {
 CASE(gate_up_keeps_z_and_activates_what_it_kept) {
     for (const Case& c : kCases)
         run_gate_up<true>(c, true);
+}
+
+CASE(gate_up_multiplies_rows_that_it_pulls_meanwhile) {
+    for (u32 i = 0; i < 3; ++i)
+        for (const Case& c : kCases)
+            run_gate_up<true>(c, true, true);
 }
 
 CASE(gate_up_clamps_scales_and_offsets_and_can_leave_z_alone) {

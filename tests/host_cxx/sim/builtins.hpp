@@ -63,14 +63,21 @@ inline void __syncwarp(unsigned mask) {
 
 inline void __threadfence_system() {}
 
-// The lanes that have neither left nor wait in a collective. The first lane that asks decides for
-// all of them.
+// The lanes that come here while the others wait in a collective or have left.
 inline unsigned __activemask() {
     sim::Warp& w = sim::machine->warp();
-    const unsigned bit = 1u << sim::machine->self().lane();
-    if ((w.to_ask & bit) == 0) sim::machine->poll("__activemask");
-    if ((w.to_ask & bit) == 0) w.active = w.to_ask = sim::machine->live_lanes() & ~w.arrived;
-    w.to_ask &= ~bit;
+    const unsigned round = w.asked;
+    w.asking |= 1u << sim::machine->self().lane();
+    const auto all_here = [&] {
+        return (w.asking | w.arrived | ~sim::machine->live_lanes(w)) == ~0u;
+    };
+    while (w.asked == round && !all_here())
+        sim::machine->block("__activemask", [&] { return w.asked != round || all_here(); });
+    if (w.asked == round) {
+        w.active = w.asking;
+        w.asking = 0;
+        ++w.asked;
+    }
     return w.active;
 }
 

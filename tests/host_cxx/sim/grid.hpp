@@ -26,6 +26,11 @@ void run_kernel(Machine& m, u32 grid, const typename Kernel::Args& args) {
             "CTA %u thread %u leaves with stores that still read its shared memory", m.self().cta,
             m.self().index);
     });
+    // A launch ends when all it has written is in memory.
+    for (auto& [thread, bulk] : bulks) {
+        bulk.groups.emplace_back();
+        bulk.wait(0, false);
+    }
 }
 
 }  // namespace sim

@@ -27,6 +27,9 @@ constexpr u32 kShortQuietRounds = 2;        // the same where stalls are expecte
 constexpr u64 kStallNs = 10 * 1000 * 1000;  // what a stall adds to the clock
 constexpr u64 kLongestNs = 1000ull * 1000 * 1000 * 1000;  // that a launch may take, stalls and all
 
+constexpr u32 kSleepChance = 512;  // one in so many rounds of a warp puts a lane to sleep
+constexpr u32 kSleepRounds = 256;  // at most
+
 struct Shape {
     u32 grid, block, cluster, smem_bytes;
 };
@@ -52,10 +55,15 @@ struct Meeting {
 
 struct Warp {
     u32 arrived = 0, mask = 0, generation = 0;
-    u32 active = 0, to_ask = 0;  // of __activemask
-    u32 stalls = 0;              // that this warp has seen
+    u32 active = 0, asking = 0, asked = 0;  // of __activemask
+    u32 stalls = 0;                         // that this warp has seen
     const char* what = nullptr;
     u64 slots[2][32];
+};
+
+// A lane of a warp that does not run for some rounds: nothing but collectives keeps lanes together.
+struct Sleep {
+    u32 lane = 0, rounds = 0;
 };
 
 // Something that was started and takes place later: at a random time, or when it is waited for.
@@ -87,7 +95,7 @@ public:
 
     Thread& self() { return *current_; }
     Warp& warp() { return warps_[(current_->cta * shape.block + current_->index) / 32]; }
-    u32 live_lanes() const;
+    u32 live_lanes(const Warp& warp) const;
     u32 running(u32 cta) const { return running_[cta]; }  // threads that have not returned
     u32 rank() const { return current_->cta % shape.cluster; }
     // The CTA that is `rank` in the cluster of the running thread.
@@ -121,6 +129,7 @@ private:
     std::vector<Warp> warps_;
     std::vector<u32> running_;
     std::vector<u32> pace_;  // a warp runs in one of `pace` rounds
+    std::vector<Sleep> sleeps_;
     std::vector<std::shared_ptr<Later>> pending_;
     Thread* current_ = nullptr;
     jmp_buf scheduler_;
@@ -174,8 +183,8 @@ inline bool Machine::block(const char* where, std::function<bool()> ready) {
     return true;
 }
 
-inline u32 Machine::live_lanes() const {
-    const u32 first = (current_->cta * shape.block + current_->index) / 32 * 32;
+inline u32 Machine::live_lanes(const Warp& warp) const {
+    const u64 first = static_cast<u64>(&warp - warps_.data()) * 32;
     u32 lanes = 0;
     for (u32 i = 0; i < 32; ++i)
         lanes |= (threads_[first + i]->done ? 0u : 1u) << i;
@@ -218,12 +227,18 @@ inline bool Machine::round() {
     const u32 first = random.below(count);
     for (u32 i = 0; i < count; ++i) {
         const u32 w = (first + i) % count;
+        Sleep& sleep = sleeps_[w];
+        if (sleep.rounds > 0)
+            --sleep.rounds;
+        else if (random.below(kSleepChance) == 0)
+            sleep = {random.below(32), random.below(kSleepRounds)};
         const bool pauses = pace_[w] > 1 && random.below(pace_[w]) != 0;
         for (u32 t = w * 32; t < w * 32 + 32; ++t) {
             Thread& thread = *threads_[t];
             if (thread.done || (thread.ready && !thread.ready())) continue;
             moved = true;
             if (pauses) break;
+            if (sleep.rounds > 0 && t % 32 == sleep.lane) continue;
             if (!thread.polling) happened();
             resume(thread);
         }
@@ -234,8 +249,8 @@ inline bool Machine::round() {
 inline void Machine::stall() {
     if (stalls_allowed && now_ns - started_ns_ < kLongestNs) {
         // Warps poll at their own pace, so that their waits run out one after the other.
-        for (Warp& warp : warps_)
-            warp.stalls += random.below(2);
+        for (u32 w = 0; w < warps_.size(); ++w)
+            warps_[w].stalls += random.below(pace_[w] + 1) == 0;
         now_ns += kStallNs;
         quiet_ = 0;
         return;
@@ -261,6 +276,7 @@ inline void Machine::launch(const Shape& s, std::function<void()> body) {
     warps_.assign(alive_ / 32, Warp{});
     running_.assign(s.grid, s.block);
     pace_.assign(alive_ / 32, 1);
+    sleeps_.assign(alive_ / 32, Sleep{});
     for (u32& pace : pace_)
         pace = random.below(4) == 0 ? 1 + random.below(8) : 1;
     for (u32 i = 0; i < alive_; ++i) {

@@ -97,6 +97,7 @@ struct Memory {
     }
 
     void arrive(u32 cta, u32 address) {
+        CHECK(machine->running(cta) > 0, "an arrival at CTA %u, which has left", cta);
         Barrier& b = barrier(cta, address);
         // Once waits have run out of time, barriers are as good as lost.
         if (machine->stalls_allowed && b.pending == 0) return;
