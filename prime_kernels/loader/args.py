@@ -96,6 +96,7 @@ class ArgsPacker:
 
     Attributes:
         names: Fields that `launch` takes values for, in order; a field of several elements takes a sequence.
+        pointers: Offset of every single pointer by name; a multiple of 8.
         map_offsets: Offset of every tensor map by name.
         map_names: Their names, in the order of the records.
     """
@@ -103,6 +104,8 @@ class ArgsPacker:
     def __init__(self, fields: Sequence[ArgField], size: int) -> None:
         plain = sorted((field for field in fields if field.word != "map"), key=lambda field: field.offset)
         self.names = tuple(field.name for field in plain)
+        single = [field for field in plain if field.word == "ptr" and field.count == 1 and field.offset % 8 == 0]
+        self.pointers = {field.name: field.offset for field in single}
         self.map_offsets: dict[str, int] = {}
         for field in (field for field in fields if field.word == "map"):
             for index in range(field.count):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `Kernel` that a call goes through.
 
-What does not change from call to call is packed once: a launch fills two prepared buffers and makes one C call.
+A launch fills two buffers and makes one C call. `prepared.py` has launches whose buffers are filled once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     Dims = int | tuple[int, ...]
 
 
-class _Buffers(threading.local):
-    """One thread's prepared launch of one kernel; threads never share one."""
+class Buffers:
+    """A request to launch one kernel, with the buffers that it points to."""
 
     def __init__(self, kernel: Kernel) -> None:
         spec, count = kernel.spec, len(kernel.packer.map_offsets)
-        args = ctypes.create_string_buffer(spec.meta.args_bytes)
+        args = ctypes.create_string_buffer(-(-spec.meta.args_bytes // 8) * 8)  # whole words, for `Prepared`
         maps = ctypes.create_string_buffer(max(count, 1) * RECORD.size)
         # Views: assigning to a slice of a ctypes array takes 3 us, to one of a memoryview 0.1 us. They keep the arrays.
         self.args, self.maps = memoryview(args).cast("B"), memoryview(maps).cast("B")
@@ -47,6 +47,21 @@ class _Buffers(threading.local):
         )
         self.grid = self.request.grid  # a view: making one costs more than writing through it
         self.address = ctypes.addressof(self.request)
+        self._packer, self._key = kernel.packer, spec.key
+
+    def pack(
+        self, grid: Dims, args: Mapping[str, Any], maps: Mapping[str, tuple[bytes, int]] | None
+    ) -> tuple[int, ...]:
+        """Write arguments, tensor maps and the grid, which is returned in three dimensions."""
+        self._packer.pack_into(self.args, args, self._key)
+        if self._packer.map_names or maps:
+            self._packer.pack_maps_into(self.maps, maps or {}, self._key)
+        self.grid[:] = shape = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+        return shape
+
+
+class _ThreadBuffers(Buffers, threading.local):
+    """One thread's request; threads never share one."""
 
 
 class Kernel:
@@ -62,14 +77,15 @@ class Kernel:
     Attributes:
         spec: Key, target, launch shape, argument fields, registers, origin.
         packer: Names of arguments and tensor maps.
+        entry: What makes a launch of a request at an address; returns a CUresult or a negative number of the ABI.
     """
 
     def __init__(self, host: Host, spec: Spec, handle: int, ordinal: int, sm_count: int) -> None:
         self.host, self.spec, self.handle, self.ordinal, self.sm_count = host, spec, handle, ordinal, sm_count
         self.packer = ArgsPacker(spec.args, spec.meta.args_bytes)
-        self._buffers = _Buffers(self)
+        self._buffers = _ThreadBuffers(self)
         self._resident: set[tuple[int, ...]] = set()
-        self._launch = host.lib.pk_host_launch
+        self.entry = host.lib.pk_host_launch
 
     def __repr__(self) -> str:
         return f"Kernel({self.spec.key!r}, {self.spec.arch}, {self.spec.origin}, device={self.ordinal})"
@@ -117,16 +133,13 @@ class Kernel:
             fork.check()
         buffers = self._buffers
         request = buffers.request
-        self.packer.pack_into(buffers.args, args, self.spec.key)
-        if self.packer.map_names or maps:
-            self.packer.pack_maps_into(buffers.maps, maps or {}, self.spec.key)
-        buffers.grid[:] = shape = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+        shape = buffers.pack(grid, args, maps)
         request.stream, request.flags = stream, abi.LAUNCH_PDL if pdl else 0
         if co_resident and shape not in self._resident:
             self._check_resident(request, shape)
-        status = self._launch(buffers.address)
+        status = self.entry(buffers.address)
         if status:
-            raise self._failure(status, request, maps)
+            raise self.failure(status, request)
 
     def _check_resident(self, request: PkLaunch, shape: tuple[int, ...]) -> None:
         clusters, per_cluster = self.host.max_active_clusters(request), self.spec.meta.cluster
@@ -147,7 +160,8 @@ class Kernel:
             remedy='Give the process the whole GPU (MIG, MPS or green-context limits?), or use backend="grouped".',
         )
 
-    def _failure(self, status: int, request: PkLaunch, maps: Any) -> LaunchError | BackendUnavailable:
+    def failure(self, status: int, request: PkLaunch) -> LaunchError | BackendUnavailable:
+        """The error for what `entry` returned about a request of this kernel."""
         if status in (abi.OUT_OF_RESOURCES, abi.COOPERATIVE_TOO_LARGE, abi.INVALID_CLUSTER_SIZE):
             shape = request.grid
             return self._does_not_fit(shape[0] * shape[1] * shape[2], None)
@@ -156,9 +170,9 @@ class Kernel:
         if failed >= 0:
             which = self.packer.map_names[failed]
             facts["tensor_map"] = which
+            address = ctypes.c_uint64.from_address(request.maps + failed * RECORD.size).value
             return LaunchError(
-                f"the driver refuses tensor map {which} of {self.spec.key}: {name} ({status}); "
-                f"address {maps[which][1]:#x}.",
+                f"the driver refuses tensor map {which} of {self.spec.key}: {name} ({status}); address {address:#x}.",
                 facts=facts,
                 remedy="Check that the address is a multiple of 16 (32 for interleaved layouts) and on this device.",
             )

@@ -13,7 +13,6 @@ followed under save="full" by the x rows [pool rows, H].
 from __future__ import annotations
 
 import hashlib
-import math
 import weakref
 from typing import TYPE_CHECKING
 
@@ -21,8 +20,8 @@ import torch
 
 from prime_kernels.errors import LaunchError, PrimeKernelsError, ShapeError
 from prime_kernels.moe.backend import Backend, BackwardResult, ForwardResult, Needs
-from prime_kernels.moe.cuda_launch import Call
-from prime_kernels.moe.cuda_variants import TILE_N, Pull, kernel_keys
+from prime_kernels.moe.cuda_calls import BackwardAddresses, BackwardShape, Calls, ForwardAddresses, ForwardShape
+from prime_kernels.moe.cuda_variants import address, kernel_keys, pool_rows, split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from prime_kernels.moe.backend import RuntimeView, Weights
     from prime_kernels.moe.config import MegaMoEConfig
 
-POOL_ALIGN = 64  # rows; kPoolAlign of kernels_src/moe/plan.cuh
 MAX_EXPERTS = 4096  # kMaxExperts of kernels_src/moe/plan.cuh
 _FAULT_WORDS = 8  # FaultRecord of kernels_src/common/fault.cuh
 _ROLES = {1: "schedule", 2: "load", 3: "math", 4: "dispatch"}
@@ -44,6 +42,7 @@ class CudaBackend(Backend):
 
     def __init__(self) -> None:
         self._faults: weakref.WeakKeyDictionary[RuntimeView, Tensor] = weakref.WeakKeyDictionary()
+        self._calls: weakref.WeakKeyDictionary[RuntimeView, Calls] = weakref.WeakKeyDictionary()
 
     @property
     def cubin_digest(self) -> str:
@@ -85,7 +84,16 @@ class CudaBackend(Backend):
         self._faults[runtime] = torch.zeros(_FAULT_WORDS, dtype=torch.int32, pin_memory=True)
 
     def close(self, runtime: RuntimeView, *, abort: bool) -> None:
+        self._calls.pop(runtime, None)
         self._faults.pop(runtime, None)
+
+    def _calls_of(self, runtime: RuntimeView) -> Calls:
+        calls = self._calls.get(runtime)
+        if calls is None:
+            # Holds no runtime, which could never go while its own entry here refers to it.
+            made = Calls(runtime.config, runtime.device.index, self._faults[runtime].data_ptr())
+            calls = self._calls.setdefault(runtime, made)
+        return calls
 
     def warmup(self, runtime: RuntimeView, num_tokens: tuple[int, ...]) -> None:
         from prime_kernels.loader import load_kernel
@@ -125,26 +133,35 @@ class CudaBackend(Backend):
         save: str,
         prepared: tuple[Tensor, ...] | None = None,
     ) -> ForwardResult:
-        call = Call(runtime, x, self._faults[runtime])
-        config, tokens, experts = runtime.config, x.shape[0], runtime.config.num_experts
-        pool = pool_rows(config, tokens)
-        plan = call.empty(self.plan_numel(config, num_tokens=tokens, ep_size=1), dtype=torch.int32)
-        call.use_plan(plan)
-        sent, received = call.empty(experts, dtype=torch.int32), call.empty(experts, dtype=torch.int32)
+        config, tokens, device = runtime.config, x.shape[0], x.device
+        gate_up, up = split(w_gate_up)
         preact = None
         if save != "inputs":
-            preact = call.empty(*self.preact_shape(config, num_tokens=tokens, ep_size=1, save=save))
-        kept = kept_rows(preact, pool, config)
-        score = call.empty(pool, dtype=torch.float32)
-        counters = call.counters(pool, 1)
-        call.make_plan(topk_ids, topk_weights, (sent, received), score, counters)
-        pull = Pull(x, call.empty(pool, config.hidden) if kept is None else kept, counters[0])
-        h = call.empty(pool, config.intermediate)
-        y_rows = call.empty(pool, config.hidden)
-        call.gate_up(pull, w_gate_up, h, preact)
-        call.down(h, w_down, score, y_rows)
+            shape = self.preact_shape(config, num_tokens=tokens, ep_size=1, save=save)
+            preact = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        saved = 0 if preact is None else preact.shape[1]
+        call = self._calls_of(runtime).of(ForwardShape(tokens, saved, up is not None, topk_ids.dtype == torch.int64))
         y = torch.empty_like(x)
-        call.combine(y_rows, y)
+        plan_numel = self.plan_numel(config, num_tokens=tokens, ep_size=1)
+        plan = torch.empty(plan_numel, dtype=torch.int32, device=device)
+        sent = torch.empty(config.num_experts, dtype=torch.int32, device=device)
+        received = torch.empty(config.num_experts, dtype=torch.int32, device=device)
+        work = torch.empty(call.work_bytes, dtype=torch.uint8, device=device)
+        addresses = ForwardAddresses(
+            x=x.data_ptr(),
+            topk_ids=topk_ids.data_ptr(),
+            topk_weights=topk_weights.data_ptr(),
+            w_gate_up=gate_up.data_ptr(),
+            w_up=address(up),
+            w_down=w_down.data_ptr(),
+            y=y.data_ptr(),
+            plan=plan.data_ptr(),
+            sent=sent.data_ptr(),
+            received=received.data_ptr(),
+            preact=address(preact),
+            work=work.data_ptr(),
+        )
+        call.launch(device, addresses)
         return ForwardResult(y, plan, sent, received, preact)
 
     def backward(
@@ -163,75 +180,34 @@ class CudaBackend(Backend):
         wgrad_dtype: torch.dtype | None,
         prepared: tuple[Tensor, ...] | None = None,
     ) -> BackwardResult:
-        call = Call(runtime, x, self._faults[runtime])
-        call.use_plan(plan)
-        config = runtime.config
-        pool = pool_rows(config, x.shape[0])
-        score = call.empty(pool, dtype=torch.float32)
-        counters = call.counters(pool, 2)
-        call.prepare(topk_weights, score, counters)
-        x_rows = kept_rows(preact, pool, config)
-        wants_rows = needs.w_gate_up and x_rows is None  # of x, by the weight gradient
-        scaled = call.empty(pool, config.intermediate)
-        if preact is None:
-            x_rows, wants_rows = call.empty(pool, config.hidden), False
-            preact = call.empty(pool, 2 * config.intermediate)
-            call.gate_up(Pull(x, x_rows, counters[1]), w_gate_up, scaled, preact)
-        dy_rows = call.empty(pool, config.hidden)
-        dz = call.empty(pool, 2 * config.intermediate)
-        parts = call.empty(pool, math.ceil(config.intermediate / TILE_N), dtype=torch.float32)
-        call.down_grad(Pull(dy, dy_rows, counters[0]), w_down, preact, score, dz, scaled, parts)
-        if wants_rows:
-            x_rows = call.empty(pool, config.hidden)
-        dx = dscore = dx_rows = None
-        if needs.x:
-            dx_rows, dx = call.empty(pool, config.hidden), torch.empty_like(x)
-            pull = Pull(x, x_rows, None) if wants_rows and x_rows is not None else None
-            call.gate_up_grad(pull, dz, w_gate_up, dx_rows)
-        elif wants_rows and x_rows is not None:
-            call.gather(x, x_rows)
-        dw_gate_up, dw_down = self._weight_gradients(
-            call, (dz, x_rows, dy_rows, scaled), (w_gate_up, w_down), needs, wgrad_dtype
+        device = x.device
+        gate_up, up = split(w_gate_up)
+        dtype = wgrad_dtype or w_down.dtype
+        saved = 0 if preact is None else preact.shape[1]
+        shape = BackwardShape(x.shape[0], saved, up is not None, needs, dtype == torch.float32)
+        call = self._calls_of(runtime).of(shape)
+        dx = torch.empty_like(x) if needs.x else None
+        dscore = torch.empty_like(topk_weights, dtype=torch.float32) if needs.topk_weights else None
+        dw_gate_up = torch.empty_like(gate_up, dtype=dtype) if needs.w_gate_up else None
+        dw_up = torch.empty_like(up, dtype=dtype) if needs.w_gate_up and up is not None else None
+        dw_down = torch.empty_like(w_down, dtype=dtype) if needs.w_down else None
+        work = torch.empty(call.work_bytes, dtype=torch.uint8, device=device)
+        addresses = BackwardAddresses(
+            dy=dy.data_ptr(),
+            x=x.data_ptr(),
+            topk_weights=topk_weights.data_ptr(),
+            w_gate_up=gate_up.data_ptr(),
+            w_up=address(up),
+            w_down=w_down.data_ptr(),
+            plan=plan.data_ptr(),
+            preact=address(preact),
+            dx=address(dx),
+            dscore=address(dscore),
+            dw_gate_up=address(dw_gate_up),
+            dw_up=address(dw_up),
+            dw_down=address(dw_down),
+            work=work.data_ptr(),
         )
-        if needs.topk_weights:
-            dscore = torch.empty(topk_ids.shape, dtype=torch.float32, device=x.device)
-        if needs.x or needs.topk_weights:
-            call.combine(dx_rows, dx, parts, dscore)
-        return BackwardResult(dx, dscore, dw_gate_up, dw_down)
-
-    def _weight_gradients(
-        self,
-        call: Call,
-        operands: tuple[Tensor, Tensor | None, Tensor, Tensor],
-        weights: tuple[Weights, Tensor],
-        needs: Needs,
-        wgrad_dtype: torch.dtype | None,
-    ) -> tuple[Weights | None, Tensor | None]:
-        if not (needs.w_gate_up or needs.w_down):
-            return None, None
-        gate_up, down = weights
-        dtype = wgrad_dtype or down.dtype
-        dw_gate_up: Weights | None = None
-        if needs.w_gate_up:
-            dw_gate_up = (
-                torch.empty_like(gate_up, dtype=dtype)
-                if isinstance(gate_up, torch.Tensor)
-                else (torch.empty_like(gate_up[0], dtype=dtype), torch.empty_like(gate_up[1], dtype=dtype))
-            )
-        dw_down = torch.empty_like(down, dtype=dtype) if needs.w_down else None
-        call.wgrad(operands, dw_gate_up, dw_down, dtype)
-        return dw_gate_up, dw_down
-
-
-def pool_rows(config: MegaMoEConfig, num_tokens: int) -> int:
-    """Rows of the pool: all routes, plus what aligning every expert to 64 rows can add. May be symbolic."""
-    most = num_tokens * config.topk + (POOL_ALIGN - 1) * config.num_experts
-    return (most + POOL_ALIGN - 1) // POOL_ALIGN * POOL_ALIGN
-
-
-def kept_rows(preact: Tensor | None, pool: int, config: MegaMoEConfig) -> Tensor | None:
-    """The x rows behind z in what save="full" keeps; None for the other modes."""
-    z_width = 2 * config.intermediate
-    if preact is None or preact.shape[1] == z_width:
-        return None
-    return preact.view(-1)[pool * z_width :].view(pool, config.hidden)
+        call.launch(device, addresses)
+        gradients = dw_gate_up if dw_gate_up is None or dw_up is None else (dw_gate_up, dw_up)
+        return BackwardResult(dx, dscore, gradients, dw_down)

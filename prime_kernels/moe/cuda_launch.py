@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call's kernel launches: which kernel, on how many CTAs, with which arguments."""
+"""The launches of a call: which kernel, on how many CTAs, with which arguments. Makes none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from prime_kernels.loader import load_kernel
+from prime_kernels.loader.prepared import Step
 from prime_kernels.moe import cuda_maps as maps
+from prime_kernels.moe.cuda_buffers import Workspace
 from prime_kernels.moe.cuda_variants import (
     COMBINE,
     GATHER,
@@ -26,10 +28,10 @@ from prime_kernels.moe.cuda_variants import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from prime_kernels.moe.config import MegaMoEConfig
+    from prime_kernels.moe.cuda_buffers import Buffer, Operand
 
-    from prime_kernels.loader import Kernel
-    from prime_kernels.moe.backend import RuntimeView, Weights
+    BufferOrPair = Buffer | tuple[Buffer, Buffer]
 
 _PLAN_CTAS = 8  # one cluster
 _COUNTER_ROWS = 64  # kArrivalRows of kernels_src/roles/pull.cuh
@@ -40,40 +42,39 @@ def sm_count(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-class Call:
-    """The launches of one forward or backward on the current stream. `plan` is set before the first of them."""
+class Recorder:
+    """Writes down the launches of one forward or backward, for `Prepared`.
 
-    def __init__(self, runtime: RuntimeView, x: Tensor, fault: Tensor) -> None:
-        self.config = config = runtime.config
-        self.device, self.fault = x.device, fault.data_ptr()
-        self.tokens = x.shape[0]
-        self.index = x.device.index
-        self.stream = torch.cuda.current_stream(x.device).cuda_stream
-        available = sm_count(self.index) - config.reserved_sms(1)
-        self.sms = max(2, min(config.num_sms or available, available))
+    Attributes:
+        config: Of the runtime.
+        tokens: T of the call.
+        work: Temporaries of the call.
+        steps: The launches so far.
+    """
+
+    def __init__(self, config: MegaMoEConfig, index: int, fault: int, tokens: int, plan: Operand) -> None:
+        self.config, self.tokens = config, tokens
+        self.work = Workspace("work")
+        self.steps: list[Step] = []
+        self._index, self._fault = index, fault
+        available = sm_count(index) - config.reserved_sms(1)
+        self._sms = max(2, min(config.num_sms or available, available))
         act = config.activation
         clamp = math.inf if act.clamp is None else act.clamp
-        self.activation = {"alpha": act.alpha, "clamp": clamp, "up_offset": act.up_offset}
-        self.plan = PlanView(0, 0, 0, 0)
+        self._activation = {"alpha": act.alpha, "clamp": clamp, "up_offset": act.up_offset}
+        self._plan = PlanView.of(plan, config.num_experts, tokens * config.topk)
 
-    def use_plan(self, plan: Tensor) -> None:
-        self.plan = PlanView.of(plan, self.config.num_experts, self.tokens * self.config.topk)
-
-    def empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def counters(self, pool: int, sets: int) -> Tensor:
+    def counters(self, pool: int, sets: int) -> Buffer:
         """Counters of 64 pool rows each; the plan kernel or `prepare` zeroes them."""
-        return self.empty(sets, pool // _COUNTER_ROWS, dtype=torch.int32)
+        return self.work.take(sets, pool // _COUNTER_ROWS, itemsize=4)
 
     def _run(self, key: str, grid: int, args: dict[str, Any], tensors: dict[str, maps.Map] | None = None) -> None:
-        kernel: Kernel = load_kernel(key, device=self.index)
-        kernel.launch(grid=grid, stream=self.stream, args=args, maps=tensors)
+        self.steps.append(Step(load_kernel(key, device=self._index), grid, args, tensors))
 
     def make_plan(
-        self, topk_ids: Tensor, topk_weights: Tensor, counts: tuple[Tensor, Tensor], score: Tensor, counters: Tensor
+        self, topk_ids: Buffer, topk_weights: Buffer, counts: tuple[Buffer, Buffer], score: Buffer, counters: Buffer
     ) -> None:
-        at = self.plan
+        at = self._plan
         args = {
             "ids": topk_ids.data_ptr(),
             "weights": topk_weights.data_ptr(),
@@ -85,21 +86,21 @@ class Call:
             "recv_per_expert": counts[1].data_ptr(),
             "row_score": score.data_ptr(),
             "counters": counters.data_ptr(),
-            "fault": self.fault,
+            "fault": self._fault,
             "tokens": self.tokens,
             "topk": self.config.topk,
             "num_experts": self.config.num_experts,
             "num_counters": counters.numel(),
             "pool_rows": score.shape[0],
-            "wide_ids": int(topk_ids.dtype == torch.int64),
+            "wide_ids": int(topk_ids.itemsize == 8),
         }
         self._run(PLAN, _PLAN_CTAS, args)
 
-    def prepare(self, topk_weights: Tensor, score: Tensor, counters: Tensor) -> None:
+    def prepare(self, topk_weights: Buffer, score: Buffer, counters: Buffer) -> None:
         args = {
-            "slot_row": self.plan.slot_row,
-            "counts": self.plan.counts,
-            "starts": self.plan.starts,
+            "slot_row": self._plan.slot_row,
+            "counts": self._plan.counts,
+            "starts": self._plan.starts,
             "weights": topk_weights.data_ptr(),
             "row_score": score.data_ptr(),
             "counters": counters.data_ptr(),
@@ -108,26 +109,26 @@ class Call:
             "num_counters": counters.numel(),
             "reserved": 0,
         }
-        self._run(PREPARE, self.sms, args)
+        self._run(PREPARE, self._sms, args)
 
-    def gather(self, src: Tensor, dst: Tensor) -> None:
+    def gather(self, src: Buffer, dst: Buffer) -> None:
         args = {
             "x": src.data_ptr(),
-            "row_src": self.plan.row_src,
+            "row_src": self._plan.row_src,
             "pool": dst.data_ptr(),
             "rows": dst.shape[0],
             "row_bytes": dst.shape[1] * 2,
         }
-        self._run(GATHER, 8 * self.sms, args)
+        self._run(GATHER, 8 * self._sms, args)
 
     def combine(
-        self, pool: Tensor | None, y: Tensor | None, parts: Tensor | None = None, dscore: Tensor | None = None
+        self, pool: Buffer | None, y: Buffer | None, parts: Buffer | None = None, dscore: Buffer | None = None
     ) -> None:
         """y from the pool, and the scores' gradients from their parts, whichever are asked for."""
         wants = dscore is not None and parts is not None
         args = {
             "pool": address(pool),
-            "slot_row": self.plan.slot_row,
+            "slot_row": self._plan.slot_row,
             "y": address(y),
             "score_parts": address(parts if wants else None),
             "dscore": address(dscore),
@@ -136,7 +137,7 @@ class Call:
             "hidden": self.config.hidden,
             "parts": parts.shape[1] if wants and parts is not None else 0,
         }
-        self._run(COMBINE, 8 * self.sms, args)
+        self._run(COMBINE, 8 * self._sms, args)
 
     def _blocks(
         self,
@@ -151,15 +152,15 @@ class Call:
     ) -> None:
         """A GEMM with rows grouped by expert. Maps that a kernel does not read repeat one that it does."""
         args: dict[str, Any] = {
-            "counts": self.plan.counts,
-            "starts": self.plan.starts,
+            "counts": self._plan.counts,
+            "starts": self._plan.starts,
             "row_score": 0,
             "score_parts": 0,
             "pull_src": address(pull and pull.src),
             "pull_dst": address(pull and pull.dst),
-            "row_src": self.plan.row_src,
+            "row_src": self._plan.row_src,
             "arrivals": address(pull and pull.arrivals),
-            "fault": self.fault,
+            "fault": self._fault,
             "num_experts": self.config.num_experts,
             "k_steps": k_steps,
             "split": k_steps,
@@ -167,14 +168,14 @@ class Call:
             "n_tiles": math.ceil(columns / tile_columns),
             "keep_z": 0,
             "pull_bytes": self.config.hidden * 2,
-            **self.activation,
+            **self._activation,
             **extra,
         }
         filler = tensors["a"]
         every = {name: tensors.get(name, filler) for name in ("a", "b0", "b1", "out0", "out1", "in1")}
-        self._run(gemm_key(op, self.config), self.sms // 2 * 2, args, every)
+        self._run(gemm_key(op, self.config), self._sms // 2 * 2, args, every)
 
-    def gate_up(self, pull: Pull, weights: Weights, h: Tensor, preact: Tensor | None) -> None:
+    def gate_up(self, pull: Pull, weights: BufferOrPair, h: Buffer, preact: Buffer | None) -> None:
         """h, and z where it is kept, from rows that this launch pulls."""
         config = self.config
         gate, up = maps.halves(*split(weights))
@@ -189,14 +190,14 @@ class Call:
         sizes = {"k_steps": config.hidden // STAGE_K, "columns": config.intermediate, "tile_columns": TILE_N // 2}
         self._blocks("gate_up", tensors, pull, **sizes, keep_z=int(preact is not None))
 
-    def down(self, h: Tensor, w_down: Tensor, score: Tensor, y_rows: Tensor) -> None:
+    def down(self, h: Buffer, w_down: Buffer, score: Buffer, y_rows: Buffer) -> None:
         config = self.config
         tensors = {"a": maps.rows(h), "b0": maps.reduce_cols(maps.matrices(w_down)), "out0": maps.rows(y_rows)}
         sizes = {"k_steps": config.intermediate // STAGE_K, "columns": config.hidden, "tile_columns": TILE_N}
         self._blocks("down", tensors, None, **sizes, row_score=score.data_ptr())
 
     def down_grad(
-        self, pull: Pull, w_down: Tensor, preact: Tensor, score: Tensor, dz: Tensor, scaled: Tensor, parts: Tensor
+        self, pull: Pull, w_down: Buffer, preact: Buffer, score: Buffer, dz: Buffer, scaled: Buffer, parts: Buffer
     ) -> None:
         config = self.config
         pool = dz.shape[0]
@@ -211,7 +212,7 @@ class Call:
         addresses = {"row_score": score.data_ptr(), "score_parts": parts.data_ptr()}
         self._blocks("down_grad", tensors, pull, **sizes, **addresses)
 
-    def gate_up_grad(self, pull: Pull | None, dz: Tensor, weights: Weights, dx_rows: Tensor) -> None:
+    def gate_up_grad(self, pull: Pull | None, dz: Buffer, weights: BufferOrPair, dx_rows: Buffer) -> None:
         config = self.config
         gate, up = maps.halves(*split(weights))
         tensors = {
@@ -226,15 +227,16 @@ class Call:
 
     def wgrad(
         self,
-        operands: tuple[Tensor, Tensor | None, Tensor, Tensor],
-        dw_gate_up: Weights | None,
-        dw_down: Tensor | None,
-        dtype: torch.dtype,
+        operands: tuple[Buffer, Buffer | None, Buffer, Buffer],
+        dw_gate_up: BufferOrPair | None,
+        dw_down: Buffer | None,
+        *,
+        fp32: bool,
     ) -> None:
         """`operands`: dz, x rows (None without dw_gate_up), dy rows, score * h."""
         config = self.config
         dz, x_rows, dy_rows, scaled = operands
-        word = "f32" if dtype == torch.float32 else "bf16"
+        word = "f32" if fp32 else "bf16"
         tensors: dict[str, maps.Map] = {}
         if dw_gate_up is not None:
             assert x_rows is not None
@@ -247,9 +249,9 @@ class Call:
         filler = next(iter(tensors.values()))
         every = {name: tensors.get(name, filler) for name in ("a0", "b0", "a1", "b1", "gate", "up", "down")}
         args = {
-            "counts": self.plan.counts,
-            "starts": self.plan.starts,
-            "fault": self.fault,
+            "counts": self._plan.counts,
+            "starts": self._plan.starts,
+            "fault": self._fault,
             "num_experts": config.num_experts,
             "hidden": config.hidden,
             "intermediate": config.intermediate,
@@ -257,4 +259,4 @@ class Call:
             "do_down": int(dw_down is not None),
             "reserved": 0,
         }
-        self._run(gemm_key(f"wgrad_{word}", config), self.sms // 2 * 2, args, every)
+        self._run(gemm_key(f"wgrad_{word}", config), self._sms // 2 * 2, args, every)

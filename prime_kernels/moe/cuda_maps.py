@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from prime_kernels.loader.launch import tensor_map
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from prime_kernels.moe.cuda_buffers import Operand
 
     Map = tuple[bytes, int]
 
@@ -29,7 +29,7 @@ class Matrices(NamedTuple):
     pitch: int
 
 
-def matrices(tensor: Tensor) -> Matrices:
+def matrices(tensor: Operand) -> Matrices:
     """A contiguous [rows, cols] or [batch, rows, cols] tensor."""
     rows, cols = tensor.shape[-2:]
     batch = 1 if tensor.dim() == 2 else tensor.shape[0]
@@ -37,7 +37,7 @@ def matrices(tensor: Tensor) -> Matrices:
     return Matrices(tensor.data_ptr(), batch, rows, cols, rows * pitch, pitch)
 
 
-def halves(packed_or_gate: Tensor, up: Tensor | None) -> tuple[Matrices, Matrices]:
+def halves(packed_or_gate: Operand, up: Operand | None) -> tuple[Matrices, Matrices]:
     """The gate and the up matrices of [E_l, 2I, H], or of two tensors [E_l, I, H]."""
     whole = matrices(packed_or_gate)
     if up is not None:
@@ -47,7 +47,7 @@ def halves(packed_or_gate: Tensor, up: Tensor | None) -> tuple[Matrices, Matrice
     return gate, gate._replace(address=whole.address + rows * whole.cols * packed_or_gate.element_size())
 
 
-def rows(tensor: Tensor) -> Map:
+def rows(tensor: Operand) -> Map:
     """[rows, cols] bf16, read or written in slabs of 64 x 64."""
     count, cols = tensor.shape
     return tensor_map((cols, count), (cols * 2,), (_SLAB, _SLAB)), tensor.data_ptr()

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel variants a config takes, and what one launch hands to the next. Launches nothing."""
+"""Which kernel variants a config takes, sizes, and what one launch hands to the next. Launches nothing."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from prime_kernels.moe.cuda_buffers import Buffer
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prime_kernels.moe.backend import Weights
     from prime_kernels.moe.config import MegaMoEConfig
+    from prime_kernels.moe.cuda_buffers import Operand
 
 PLAN, PREPARE, COMBINE, GATHER = "plan|t1024", "prepare|t256", "combine|bf16", "gather_rows|b16|t256|l4"
 STAGE_K, TILE_M, TILE_N = 64, 128, 256
+POOL_ALIGN = 64  # rows; kPoolAlign of kernels_src/moe/plan.cuh
+
+_T = TypeVar("_T")
 
 
 class PlanView(NamedTuple):
@@ -24,7 +27,7 @@ class PlanView(NamedTuple):
     row_src: int
 
     @classmethod
-    def of(cls, plan: Tensor, experts: int, slots: int) -> PlanView:
+    def of(cls, plan: Operand, experts: int, slots: int) -> PlanView:
         """The addresses inside this plan."""
         base = plan.data_ptr()
         slot_row = base + 4 * (2 * experts + 1)
@@ -34,9 +37,9 @@ class PlanView(NamedTuple):
 class Pull(NamedTuple):
     """Rows of `src` [T, H] to be copied to pool order in `dst`; `arrivals` when the same launch reads them."""
 
-    src: Tensor
-    dst: Tensor
-    arrivals: Tensor | None
+    src: Operand
+    dst: Operand
+    arrivals: Operand | None
 
 
 def gemm_key(op: str, config: MegaMoEConfig) -> str:
@@ -65,11 +68,26 @@ def is_plain(config: MegaMoEConfig) -> bool:
     return activation.clamp is None and activation.alpha == 1.0 and activation.up_offset == 0.0
 
 
-def address(tensor: Tensor | None) -> int:
+def address(operand: Operand | None) -> int:
     """Address on the device; 0 for what a launch does without."""
-    return 0 if tensor is None else tensor.data_ptr()
+    return 0 if operand is None else operand.data_ptr()
 
 
-def split(weights: Weights) -> tuple[Tensor, Tensor | None]:
+def split(weights: _T | tuple[_T, _T]) -> tuple[_T, _T | None]:
     """Packed weights and None, or the pair."""
     return weights if isinstance(weights, tuple) else (weights, None)
+
+
+def pool_rows(config: MegaMoEConfig, num_tokens: int) -> int:
+    """Rows of the pool: all routes, plus what aligning every expert to 64 rows can add. May be symbolic."""
+    most = num_tokens * config.topk + (POOL_ALIGN - 1) * config.num_experts
+    return (most + POOL_ALIGN - 1) // POOL_ALIGN * POOL_ALIGN
+
+
+def kept_rows(preact: Operand | None, pool: int, config: MegaMoEConfig) -> Buffer | None:
+    """The x rows behind z in what save="full" keeps; None for the other modes."""
+    z_width = 2 * config.intermediate
+    if preact is None or preact.shape[1] == z_width:
+        return None
+    size = preact.element_size()
+    return Buffer(preact.data_ptr() + pool * z_width * size, (pool, config.hidden), size)

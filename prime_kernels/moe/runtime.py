@@ -17,6 +17,7 @@ from prime_kernels.moe.backends import log_fallback, select_backend
 from prime_kernels.moe.handles import OptimizerHooks, forget, register
 from prime_kernels.moe.placement import device_of, memory_error, process_group
 from prime_kernels.moe.plan import MemoryPlan, plan_memory
+from prime_kernels.moe.streams import current_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -166,7 +167,7 @@ class MegaMoERuntime:
     def _note_stream(self) -> None:
         if self.config.allow_multi_stream or torch.cuda.is_current_stream_capturing():
             return
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        stream = current_stream(self.device)
         if self.stream is None:
             self.stream = stream
         elif self.stream != stream:

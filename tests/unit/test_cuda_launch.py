@@ -10,40 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from build_tools.entries import generate
-from build_tools.variants import read_variants
 from prime_kernels import MegaMoEConfig, SwiGLU, plan_memory
 from prime_kernels.loader import kernels
-from prime_kernels.loader.args import ArgsPacker
-from prime_kernels.loader.manifest import ArgField
 from prime_kernels.moe import cuda_launch
 from prime_kernels.moe.backend import Needs
-from prime_kernels.moe.cuda import CudaBackend, kept_rows, pool_rows
+from prime_kernels.moe.cuda import CudaBackend
+from prime_kernels.moe.cuda_variants import kept_rows, pool_rows
+from tests.helpers.fake_loader import FakeLoader
 
-VARIANTS = {variant.key: variant for variant in read_variants()}
 ALL = Needs(True, True, True, True)
 
 
-class Launches:
-    """Stands in for the loader: packs every launch as the real one does, and remembers it."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = []
-
-    def load_kernel(self, key: str, *, device: int | None = None) -> Any:
-        entry = generate(VARIANTS[key])
-        fields = [ArgField(name, word, count, offset) for name, word, count, offset in entry.fields]
-        packer = ArgsPacker(fields, entry.args.size)
-
-        def launch(*, grid: int, stream: int, args: dict[str, Any], maps: dict[str, Any] | None) -> None:
-            packer.pack_into(bytearray(entry.args.size), args, key)
-            packer.pack_maps_into(bytearray(136 * max(1, len(packer.map_names)) + 256), maps or {}, key)
-            self.seen.append((VARIANTS[key].kernel, grid, args, maps or {}))
-
-        return SimpleNamespace(launch=launch)
+class Launches(FakeLoader):
+    """Every launch with its arguments as the kernel would read them."""
 
     def names(self) -> list[str]:
-        return [name for name, *_ in self.seen]
+        return [seen.name for seen in self.seen]
 
 
 @pytest.fixture
@@ -100,8 +82,8 @@ def test_every_launch_packs_against_the_kernels_own_structs(
 
 def test_activation_class_and_gradient_type_choose_the_kernel(launches: Launches) -> None:
     step(config_of(activation=SwiGLU(clamp=7.0, alpha=1.702, up_offset=1.0)), 8)
-    clamped = [args for name, _, args, _ in launches.seen if name in ("pk_gate_up", "pk_down_grad")]
-    assert [(a["clamp"], a["alpha"], a["up_offset"]) for a in clamped] == [(7.0, 1.702, 1.0)] * 2
+    clamped = [seen.values() for seen in launches.seen if seen.name in ("pk_gate_up", "pk_down_grad")]
+    assert [(a["clamp"], a["alpha"], a["up_offset"]) for a in clamped] == [(7.0, pytest.approx(1.702), 1.0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -123,7 +105,7 @@ def test_rows_of_x_are_copied_again_only_where_they_are_read(launches: Launches)
     def copied(save: str, needs: Needs) -> str | None:
         launches.seen.clear()
         step(config_of(), 8, save=save, needs=needs)
-        pulling = [name for name, _, args, _ in launches.seen[4:] if args.get("pull_src")]
+        pulling = [seen.name for seen in launches.seen[4:] if seen.values().get("pull_src")]
         pulling += [name for name in launches.names() if name == "pk_gather_rows"]
         pulling.remove("pk_down_grad")  # rows of dy
         assert len(pulling) <= 1
@@ -139,7 +121,7 @@ def test_rows_of_x_are_copied_again_only_where_they_are_read(launches: Launches)
 
 def test_grids_are_even_and_stay_within_num_sms(launches: Launches) -> None:
     step(config_of(num_sms=7), 8)
-    grids = {name: grid for name, grid, *_ in launches.seen}
+    grids = {seen.name: seen.grid for seen in launches.seen}
     assert grids["pk_gate_up"] == grids["pk_wgrad"] == 6
     assert grids["pk_plan"] == 8  # one cluster, whatever the SMs
 
