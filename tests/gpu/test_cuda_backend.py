@@ -32,7 +32,9 @@ def ragged_case(hidden: int, intermediate: int, seed: int) -> Case:
     return on_gpu(case.change(topk_ids=ids[:, None]))
 
 
-@pytest.mark.parametrize(("hidden", "intermediate"), [(512, 256), (704, 1408), (2880, 704), (1408, 2880), (64, 64), (192, 320)])
+@pytest.mark.parametrize(
+    ("hidden", "intermediate"), [(512, 256), (704, 1408), (2880, 704), (1408, 2880), (64, 64), (192, 320)]
+)
 def test_ragged_experts_of_sizes_off_the_tile_agree_with_the_oracle_three_steps_running(
     hidden: int, intermediate: int
 ) -> None:
