@@ -9,6 +9,7 @@
 #include "../common/types.cuh"
 #include "../layout/slab.cuh"
 #include "../ptx/fence.cuh"
+#include "../ptx/ld_st.cuh"
 #include "../ptx/matrix.cuh"
 #include "../ptx/tma.cuh"
 
