@@ -63,7 +63,7 @@ FaultRecord lose(long long load, bool mn_major) {
 
 template <class Kernel>
 void lose_some(bool mn_major) {
-    for (const u32 load : {0u, 9u, 23u}) {
+    for (const u32 load : {1u, 13u}) {
         const FaultRecord fault = lose<Kernel>(load, mn_major);
         CHECK(fault.code == 1, "load %u is lost and nobody says so", load);
         CHECK(fault.cta < kGrid, "load %u: CTA %u", load, fault.cta);

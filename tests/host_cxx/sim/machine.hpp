@@ -27,8 +27,8 @@ constexpr u32 kShortQuietRounds = 2;        // the same where stalls are expecte
 constexpr u64 kStallNs = 10 * 1000 * 1000;  // what a stall adds to the clock
 constexpr u64 kLongestNs = 1000ull * 1000 * 1000 * 1000;  // that a launch may take, stalls and all
 
-constexpr u32 kSleepChance = 512;  // one in so many rounds of a warp puts a lane to sleep
-constexpr u32 kSleepRounds = 256;  // at most
+constexpr u32 kSleepChance = 128;  // one in so many rounds of a warp puts a lane to sleep
+constexpr u32 kSleepRounds = 128;  // at most
 
 struct Shape {
     u32 grid, block, cluster, smem_bytes;
