@@ -21,7 +21,7 @@ import torch
 from prime_kernels.errors import LaunchError, PrimeKernelsError, ShapeError
 from prime_kernels.moe.backend import Backend, BackwardResult, ForwardResult, Needs
 from prime_kernels.moe.cuda_calls import BackwardAddresses, BackwardShape, Calls, ForwardAddresses, ForwardShape
-from prime_kernels.moe.cuda_variants import address, kernel_keys, pool_rows, split
+from prime_kernels.moe.cuda_variants import address, kernel_keys, plan_numel, preact_shape, split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,11 +73,10 @@ class CudaBackend(Backend):
         return None
 
     def plan_numel(self, config: MegaMoEConfig, *, num_tokens: int, ep_size: int) -> int:
-        return 2 * config.num_experts + 1 + num_tokens * config.topk + pool_rows(config, num_tokens)
+        return plan_numel(config, num_tokens)
 
     def preact_shape(self, config: MegaMoEConfig, *, num_tokens: int, ep_size: int, save: str) -> tuple[int, int]:
-        kept = config.hidden if save == "full" else 0
-        return pool_rows(config, num_tokens), 2 * config.intermediate + kept
+        return preact_shape(config, num_tokens, save)
 
     def open(self, runtime: RuntimeView) -> None:
         # Host memory that the device writes: readable without a synchronisation, and after a fault.
@@ -133,19 +132,17 @@ class CudaBackend(Backend):
         save: str,
         prepared: tuple[Tensor, ...] | None = None,
     ) -> ForwardResult:
-        config, tokens, device = runtime.config, x.shape[0], x.device
+        experts, device = runtime.config.num_experts, x.device
         gate_up, up = split(w_gate_up)
+        shape = ForwardShape(x.shape[0], save, up is not None, topk_ids.dtype == torch.int64)
+        call = self._calls_of(runtime).of(shape)
         preact = None
-        if save != "inputs":
-            shape = self.preact_shape(config, num_tokens=tokens, ep_size=1, save=save)
-            preact = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        saved = 0 if preact is None else preact.shape[1]
-        call = self._calls_of(runtime).of(ForwardShape(tokens, saved, up is not None, topk_ids.dtype == torch.int64))
+        if call.preact_shape is not None:
+            preact = torch.empty(call.preact_shape, dtype=torch.bfloat16, device=device)
         y = torch.empty_like(x)
-        plan_numel = self.plan_numel(config, num_tokens=tokens, ep_size=1)
-        plan = torch.empty(plan_numel, dtype=torch.int32, device=device)
-        sent = torch.empty(config.num_experts, dtype=torch.int32, device=device)
-        received = torch.empty(config.num_experts, dtype=torch.int32, device=device)
+        plan = torch.empty(call.plan_numel, dtype=torch.int32, device=device)
+        sent = torch.empty(experts, dtype=torch.int32, device=device)
+        received = torch.empty(experts, dtype=torch.int32, device=device)
         work = torch.empty(call.work_bytes, dtype=torch.uint8, device=device)
         addresses = ForwardAddresses(
             x=x.data_ptr(),

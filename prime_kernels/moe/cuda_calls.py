@@ -16,7 +16,7 @@ import torch
 from prime_kernels.loader.prepared import Prepared
 from prime_kernels.moe.cuda_buffers import Buffer
 from prime_kernels.moe.cuda_launch import Recorder
-from prime_kernels.moe.cuda_variants import TILE_N, Pull, kept_rows, pool_rows
+from prime_kernels.moe.cuda_variants import TILE_N, Pull, kept_rows, plan_numel, pool_rows, preact_shape
 from prime_kernels.moe.streams import current_stream
 
 if TYPE_CHECKING:
@@ -27,16 +27,16 @@ _MOST_SHAPES = 256  # per thread and runtime; one takes some 30 KB
 
 
 class ForwardShape(NamedTuple):
-    """What the launches of a forward depend on; `saved` is the width of preact, 0 without."""
+    """What the launches of a forward depend on."""
 
     tokens: int
-    saved: int
+    save: str
     pair: bool
     wide_ids: bool
 
 
 class BackwardShape(NamedTuple):
-    """What the launches of a backward depend on."""
+    """What the launches of a backward depend on; `saved` is the width of preact, 0 without."""
 
     tokens: int
     saved: int
@@ -86,10 +86,14 @@ class PreparedCall:
 
     Attributes:
         work_bytes: Size of the temporaries.
+        plan_numel: Length of the plan that a forward makes.
+        preact_shape: What a forward keeps; None for nothing.
     """
 
-    def __init__(self, recorder: Recorder, slots: tuple[str, ...]) -> None:
+    def __init__(self, recorder: Recorder, slots: tuple[str, ...], save: str = "inputs") -> None:
         self.work_bytes = recorder.work.bytes
+        self.plan_numel = plan_numel(recorder.config, recorder.tokens)
+        self.preact_shape = None if save == "inputs" else preact_shape(recorder.config, recorder.tokens, save)
         self._prepared = Prepared(recorder.steps, slots)
 
     def launch(self, device: torch.device, addresses: ForwardAddresses | BackwardAddresses) -> None:
@@ -117,7 +121,7 @@ class Calls(threading.local):
         recorder = Recorder(self._config, self._index, self._fault, shape.tokens, Buffer.of("plan"))
         if isinstance(shape, ForwardShape):
             record_forward(recorder, shape)
-            made = PreparedCall(recorder, ForwardAddresses._fields)
+            made = PreparedCall(recorder, ForwardAddresses._fields, shape.save)
         else:
             record_backward(recorder, shape)
             made = PreparedCall(recorder, BackwardAddresses._fields)
@@ -146,7 +150,7 @@ def record_forward(call: Recorder, shape: ForwardShape) -> None:
     ids = Buffer.of("topk_ids", tokens, config.topk, itemsize=8 if shape.wide_ids else 4)
     weights = Buffer.of("topk_weights", tokens, config.topk, itemsize=4)
     counts = Buffer.of("sent", experts, itemsize=4), Buffer.of("received", experts, itemsize=4)
-    preact = Buffer.of("preact", pool, shape.saved) if shape.saved else None
+    preact = None if shape.save == "inputs" else Buffer.of("preact", *preact_shape(config, tokens, shape.save))
     kept = kept_rows(preact, pool, config)
     score, counters = take(pool, itemsize=4), call.counters(pool, 1)
     x_rows = take(pool, hidden) if kept is None else kept

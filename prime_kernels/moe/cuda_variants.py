@@ -84,6 +84,17 @@ def pool_rows(config: MegaMoEConfig, num_tokens: int) -> int:
     return (most + POOL_ALIGN - 1) // POOL_ALIGN * POOL_ALIGN
 
 
+def plan_numel(config: MegaMoEConfig, num_tokens: int) -> int:
+    """Length of the plan, laid out as `PlanView` says."""
+    return 2 * config.num_experts + 1 + num_tokens * config.topk + pool_rows(config, num_tokens)
+
+
+def preact_shape(config: MegaMoEConfig, num_tokens: int, save: str) -> tuple[int, int]:
+    """Shape of what "preact" and "full" keep."""
+    kept = config.hidden if save == "full" else 0
+    return pool_rows(config, num_tokens), 2 * config.intermediate + kept
+
+
 def kept_rows(preact: Operand | None, pool: int, config: MegaMoEConfig) -> Buffer | None:
     """The x rows behind z in what save="full" keeps; None for the other modes."""
     z_width = 2 * config.intermediate

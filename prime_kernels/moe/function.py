@@ -75,20 +75,20 @@ class MegaMoEFunction(torch.autograd.Function):
             # Of one dtype, as was checked; a frozen weight has none.
             asked = [parameter for parameter, use in zip(ctx.parameters, wanted[3:6], strict=True) if use]
             dtype = main_grad_of(asked[0]).dtype if asked else dtype
-        with torch._C._AutoDispatchBelowAutograd():
-            dx, dscore, *gradients = ops.mega_moe_bwd(
-                dy,
-                x,
-                topk_ids,
-                topk_weights,
-                *map(local_weight, weights),
-                plan,
-                preact,
-                call.prepared,
-                call.runtime.id,
-                [wanted[0], wanted[2], wanted[3] or wanted[4], wanted[5]],
-                dtype,
-            )
+        dx, dscore, *gradients = ops.run_eager(
+            ops.mega_moe_bwd,
+            dy,
+            x,
+            topk_ids,
+            topk_weights,
+            *map(local_weight, weights),
+            plan,
+            preact,
+            call.prepared,
+            call.runtime.id,
+            [wanted[0], wanted[2], wanted[3] or wanted[4], wanted[5]],
+            dtype,
+        )
         results: list[Tensor | None] = []
         for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
             if not wanted[3 + index]:
@@ -112,12 +112,9 @@ def run_forward(
     """The op of `call.save` on local weights, without recording a graph."""
     tensors = (x, topk_ids, topk_weights, local_weight(w_gate_up), local_weight(w_up), local_weight(w_down))
     # Skips the generated autograd layer of the op; dispatch modes, selective checkpointing among them, still see it.
-    with torch._C._AutoDispatchBelowAutograd():
-        if call.save == "inputs":
-            result = ops.mega_moe_fwd(*tensors, call.prepared, call.runtime.id)
-        else:
-            result = ops.mega_moe_fwd_preact(*tensors, call.prepared, call.runtime.id, call.save)
-    return tuple(result)
+    if call.save == "inputs":
+        return ops.run_eager(ops.mega_moe_fwd, *tensors, call.prepared, call.runtime.id)
+    return ops.run_eager(ops.mega_moe_fwd_preact, *tensors, call.prepared, call.runtime.id, call.save)
 
 
 @overload
@@ -172,7 +169,7 @@ def _require_unchanged(call: Call, generation: int | None) -> None:
 
 def _like_weight(gradient: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
-        return gradient.view(weight.shape)
+        return gradient if gradient.shape == weight.shape else gradient.view(weight.shape)
     local_shape = weight.to_local().shape
     return DTensor.from_local(
         gradient.view(local_shape),

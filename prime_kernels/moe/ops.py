@@ -7,7 +7,7 @@
     mega_moe_prepare     quantised weights
 
 `runtime` is `MegaMoERuntime.id`. `w_up` is None for packed weights; else `w_gate_up` holds the gate half. Eager calls
-reach the same ops through `function.py`, which skips the generated autograd layer and its host time.
+reach the same ops through `function.py` and `run_eager`, which skip the generated autograd layer and its host time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from prime_kernels.errors import UnsupportedConfig
 from prime_kernels.moe.backend import BackwardResult, ForwardResult, Needs
 from prime_kernels.moe.checks import check_call, check_ids
+from prime_kernels.moe.dispatch import is_observed
 from prime_kernels.moe.handles import lookup, require_generation
 from prime_kernels.moe.recipe import prepare_tensors
 
@@ -245,3 +246,15 @@ mega_moe_fwd = torch.ops.prime_kernels.mega_moe_fwd.default
 mega_moe_fwd_preact = torch.ops.prime_kernels.mega_moe_fwd_preact.default
 mega_moe_bwd = torch.ops.prime_kernels.mega_moe_bwd.default
 mega_moe_prepare = torch.ops.prime_kernels.mega_moe_prepare.default
+
+_DIRECT: dict[Any, Any] = {mega_moe_fwd: _forward, mega_moe_fwd_preact: _forward_preact, mega_moe_bwd: _backward}
+
+
+def run_eager(op: Any, *args: Any) -> tuple[Tensor, ...]:
+    """One of the ops below autograd: as what it is for whoever observes ops, its implementation itself otherwise.
+
+    Boxing arguments and results for the dispatcher takes as long as everything else that the host does in a call.
+    """
+    with torch._C._AutoDispatchBelowAutograd():
+        result: tuple[Tensor, ...] = (op if is_observed(args) else _DIRECT[op])(*args)
+    return result
