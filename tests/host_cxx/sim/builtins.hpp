@@ -26,7 +26,7 @@ inline const u64* exchange(u32 mask, u64 value, const char* what) {
         ++w.generation;
         machine->happened();
     } else {
-        while (!machine->block(what, [&] { return w.generation != generation; })) {
+        while (!machine->block(what, w.generation, generation)) {
         }
     }
     return w.slots[generation & 1];
@@ -72,7 +72,7 @@ inline unsigned __activemask() {
         return (w.asking | w.arrived | ~sim::machine->live_lanes(w)) == ~0u;
     };
     while (w.asked == round && !all_here())
-        sim::machine->block("__activemask", [&] { return w.asked != round || all_here(); });
+        sim::machine->poll("__activemask");
     if (w.asked == round) {
         w.active = w.asking;
         w.asking = 0;

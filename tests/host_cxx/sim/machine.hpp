@@ -39,11 +39,14 @@ struct Thread {
     ucontext_t entry;
     std::unique_ptr<u8[]> stack;
     u32 cta, index;
-    std::function<bool()> ready;  // empty: can run
+    const u32* word = nullptr;  // runs once this is not `held`, or a stall came; null: can run
+    const u32* stalls = nullptr;
+    u32 held = 0, stalls_held = 0;
     const char* where = "";
     bool started = false, done = false, polling = false;
 
     u32 lane() const { return index % 32; }
+    bool ready() const { return word == nullptr || *word != held || *stalls != stalls_held; }
 };
 
 // A counter that threads wait on until it moves.
@@ -101,8 +104,8 @@ public:
     // The CTA that is `rank` in the cluster of the running thread.
     u32 peer(u32 rank) const { return current_->cta / shape.cluster * shape.cluster + rank; }
 
-    // Gives way until ready() is true; false when the machine stalled instead.
-    bool block(const char* where, std::function<bool()> ready);
+    // Gives way until `word` is not `held`; false when the machine stalled instead.
+    bool block(const char* where, const u32& word, u32 held);
 
     // Gives way for a round without having got anywhere.
     void poll(const char* where);
@@ -169,18 +172,16 @@ inline void Machine::suspend() {
     if (_setjmp(current_->place) == 0) _longjmp(scheduler_, 1);
 }
 
-inline bool Machine::block(const char* where, std::function<bool()> ready) {
+inline bool Machine::block(const char* where, const u32& word, u32 held) {
     Thread& thread = *current_;
-    const u32& seen = warp().stalls;
-    const u32 stalls = seen;
-    while (!ready()) {
-        if (stalls != seen) return false;
-        thread.where = where;
-        thread.ready = [&] { return stalls != seen || ready(); };
-        suspend();
-        thread.ready = nullptr;
-    }
-    return true;
+    thread.stalls = &warp().stalls;
+    thread.stalls_held = *thread.stalls;
+    thread.where = where;
+    thread.held = held;
+    thread.word = &word;
+    if (word == held) suspend();
+    thread.word = nullptr;
+    return word != held;
 }
 
 inline u32 Machine::live_lanes(const Warp& warp) const {
@@ -207,7 +208,7 @@ inline void Machine::meet(Meeting& meeting, u32 members, const char* where) {
         happened();
         return;
     }
-    while (!block(where, [&] { return meeting.generation != generation; })) {
+    while (!block(where, meeting.generation, generation)) {
     }
 }
 
@@ -235,7 +236,7 @@ inline bool Machine::round() {
         const bool pauses = pace_[w] > 1 && random.below(pace_[w]) != 0;
         for (u32 t = w * 32; t < w * 32 + 32; ++t) {
             Thread& thread = *threads_[t];
-            if (thread.done || (thread.ready && !thread.ready())) continue;
+            if (thread.done || !thread.ready()) continue;
             moved = true;
             if (pauses) break;
             if (sleep.rounds > 0 && t % 32 == sleep.lane) continue;
@@ -288,7 +289,7 @@ inline void Machine::launch(const Shape& s, std::function<void()> body) {
         thread.cta = i / s.block;
         thread.index = i % s.block;
         thread.started = thread.done = false;
-        thread.ready = nullptr;
+        thread.word = nullptr;
     }
     while (alive_ > 0) {
         now_ns += 1000;

@@ -35,7 +35,7 @@ inline void mbarrier_arrive_expect_tx(u32 bar, u32 bytes) {
 // False only when the whole machine has come to rest, as the hardware's own time limit would.
 inline bool mbarrier_try_wait(u32 bar, u32 phase) {
     const sim::Barrier& b = sim::memory.barrier(sim::machine->self().cta, bar);
-    return sim::machine->block("mbarrier", [&] { return b.phase != phase; });
+    return sim::machine->block("mbarrier", b.phase, phase);
 }
 
 }  // namespace prime::ptx
