@@ -61,7 +61,13 @@ PK_HOST_DEVICE constexpr LaunchMeta make_launch_meta(u64 args_hash) {
     return meta;
 }
 
-// Sums that the hardware would answer with a hang or a refused launch.
+// Registers per thread that a CTA with no more than one of its kind per SM launches with.
+constexpr u32 launch_registers(u32 threads) {
+    return min_of(65536 / threads / 8 * 8, 255u);
+}
+
+// Sums that the hardware would answer with a hang or a refused launch. Roles share out what the
+// launch took, which is less than the register file where 65536 does not divide by the threads.
 constexpr bool legal(const LaunchShape& shape) {
     u32 threads = 0;
     u32 registers = 0;
@@ -74,7 +80,8 @@ constexpr bool legal(const LaunchShape& shape) {
     }
     return shape.threads >= 32 && shape.threads <= 1024 && shape.cluster >= 1 &&
            shape.smem_bytes <= 232448 && (threads == 0 || threads == shape.threads) &&
-           registers * shape.min_ctas <= 65536;
+           registers * shape.min_ctas <= 65536 &&
+           (threads == 0 || registers <= launch_registers(shape.threads) * shape.threads);
 }
 
 }  // namespace prime

@@ -54,12 +54,15 @@ struct TileRing {
         at.advance();
     }
 
-    // Reads the next entry and frees it at once: `arrives` is true in one thread of each reader.
+    // Reads the next entry and frees it at once. A reader is one thread, or a warp whose lanes all
+    // call this; one of them arrives for all.
+    template <bool kWarp>
     PK_DEVICE Tile pop(Waiter& waiter, bool arrives) {
         waiter.wait(full + 8 * at.stage, at.phase, Wait::kTileFull);
         Tile tile = read_tile(entries + 32 * at.stage);
         if (waiter.dead) tile.k_steps = -1;
-        __syncwarp(__activemask());
+        // The entry may be overwritten once it is freed: every lane has read it by then.
+        if constexpr (kWarp) __syncwarp();
         if (arrives) ptx::mbarrier_arrive(empty + 8 * at.stage);
         at.advance();
         return tile;

@@ -65,7 +65,6 @@ PK_DEVICE void skip(
 
 template <class Op>
 PK_DEVICE void math(const typename Op::Args& args, u32 base, TileRing tiles, u32 warpgroup) {
-    using Smem = typename Op::Smem;
     const epilogue::Seat seat{
         warpgroup, (threadIdx.x >> 5) & 3, threadIdx.x & 31, (threadIdx.x & 127) == 0};
     Waiter waiter{args.fault, Role::kMath};
@@ -73,7 +72,7 @@ PK_DEVICE void math(const typename Op::Args& args, u32 base, TileRing tiles, u32
     mma::Accum acc;
     auto epilogue = Op::make_epilogue(base, seat);
     for (;;) {
-        const Tile tile = tiles.pop(waiter, seat.lane == 0);
+        const Tile tile = tiles.pop<true>(waiter, seat.lane == 0);
         // Together, also when only one warp ran out of time: the others would meet it nowhere.
         if (seat.any(tile.k_steps < 0)) break;
         if (!Op::has_rows(args, tile, warpgroup)) {

@@ -68,7 +68,7 @@ Record tiles_of_all(u32 grid, F&& schedule) {
         if (t >= kReaders) return;
         roles::Waiter waiter{&fault, Role::kLoad};
         for (;;) {
-            const Tile tile = ring.pop(waiter, true);
+            const Tile tile = ring.pop<false>(waiter, true);
             if (tile.k_steps < 0) break;
             std::vector<Tile>& mine = record[blockIdx.x];
             u32& seen = read[blockIdx.x][t];
