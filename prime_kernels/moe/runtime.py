@@ -165,12 +165,14 @@ class MegaMoERuntime:
             raise
 
     def _note_stream(self) -> None:
-        if self.config.allow_multi_stream or torch.cuda.is_current_stream_capturing():
+        if self.config.allow_multi_stream:
             return
         stream = current_stream(self.device)
+        if stream == self.stream or torch.cuda.is_current_stream_capturing():
+            return
         if self.stream is None:
             self.stream = stream
-        elif self.stream != stream:
+        else:
             raise UnsupportedConfig(
                 f"runtime {self.id} was used on CUDA stream {self.stream:#x} and now on {stream:#x}; "
                 "calls on one runtime share its workspace and must be ordered.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -29,6 +30,7 @@ class Seen(NamedTuple):
     args: bytes
     maps: bytes
     kernel: Kernel
+    thread: int
 
     def values(self) -> dict[str, Any]:
         """Arguments by name, read back from the struct."""
@@ -72,7 +74,9 @@ class FakeLoader:
         maps = ctypes.string_at(request.maps, request.num_maps * RECORD.size)
         grid = tuple(request.grid)
         assert grid[1:] == (1, 1)
-        self.seen.append(Seen(VARIANTS[key].kernel, grid[0], request.stream, args, maps, self._kernels[key]))
+        self.seen.append(
+            Seen(VARIANTS[key].kernel, grid[0], request.stream, args, maps, self._kernels[key], get_ident())
+        )
         return self.status
 
     def load_kernel(self, key: str, *, device: int | None = None) -> Kernel:

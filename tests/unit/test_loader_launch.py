@@ -94,6 +94,28 @@ def test_both_bindings_make_the_same_driver_calls(tmp_path: Path) -> None:
     assert len(shim["calls"]) == 2
 
 
+@pytest.mark.parametrize("binding", BINDINGS)
+def test_a_prepared_launch_reaches_the_driver_as_a_packed_one_does(binding: str, tmp_path: Path) -> None:
+    found = child(
+        """
+        from prime_kernels.loader.prepared import Address, Prepared, Step
+        step = Step(kernel, 132, args | {"x": Address("x", 16)}, {"map_x": (rows, Address("m"))})
+        prepared = Prepared([step], ("x", "m"))
+        for x, m in ((0x1234567880, 0x7000), (0x1000, 0x8000)):
+            launch(args=args | {"x": x + 16}, maps={"map_x": (rows, m)})
+            prepared.launch(77, (x, m))
+        out(calls=stub.calls("cuLaunchKernelEx"))
+        """,
+        tmp_path,
+        binding,
+        PK_STUB_ARGS_BYTES=str(made.ARGS_BYTES),
+    )
+    first, first_prepared, second, second_prepared = found["calls"]
+    assert first == first_prepared
+    assert second == second_prepared
+    assert first != second
+
+
 def test_a_larger_cluster_than_is_portable_is_allowed_for_on_the_device(tmp_path: Path) -> None:
     found = child("out(value=kernel.host.kernel_attribute(kernel.handle, 14, 0))", tmp_path, facts={"cluster": 16})
     assert found["value"] == 1
