@@ -68,8 +68,7 @@ def _run_forward(
     w_down: Tensor,
     prepared: Sequence[Tensor],
     runtime_id: int,
-    *,
-    save: str,
+    save: str = "inputs",
 ) -> ForwardResult:
     runtime = lookup(runtime_id)
     weights = _weights(w_gate_up, w_up)
@@ -92,15 +91,10 @@ def _run_forward(
 
 
 def _forward(*args: Any) -> tuple[Tensor | None, ...]:
-    return _run_forward(*args, save="inputs")[:4]
+    return _run_forward(*args)[:4]
 
 
-def _forward_preact(*args: Any) -> tuple[Tensor | None, ...]:
-    *inputs, save = args
-    return tuple(_run_forward(*inputs, save=save))
-
-
-def _backward(
+def _gradients(
     dy: Tensor,
     x: Tensor,
     topk_ids: Tensor,
@@ -114,7 +108,7 @@ def _backward(
     runtime_id: int,
     needs: Sequence[bool],
     wgrad_dtype: torch.dtype | None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     runtime = lookup(runtime_id)
 
     def work() -> BackwardResult:
@@ -138,8 +132,11 @@ def _backward(
     dw_gate_up, dw_up = result.dw_gate_up, None
     if isinstance(dw_gate_up, tuple):
         dw_gate_up, dw_up = dw_gate_up
-    gradients = (result.dx, result.dtopk_weights, dw_gate_up, dw_up, result.dw_down)
-    return tuple(x.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    return result.dx, result.dtopk_weights, dw_gate_up, dw_up, result.dw_down
+
+
+def _backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return tuple(dy.new_empty(0) if gradient is None else gradient for gradient in _gradients(dy, *args))
 
 
 def _prepare(w_gate_up: Tensor, w_up: Tensor | None, w_down: Tensor, runtime_id: int) -> list[Tensor]:
@@ -231,7 +228,7 @@ def _no_double_backward(ctx: Any, *_: Any) -> None:
 
 for _name, _implementation, _fake in (
     ("mega_moe_fwd", _forward, _fake_forward),
-    ("mega_moe_fwd_preact", _forward_preact, _fake_forward_preact),
+    ("mega_moe_fwd_preact", _run_forward, _fake_forward_preact),
     ("mega_moe_bwd", _backward, _fake_backward),
     ("mega_moe_prepare", _prepare, _prepare),
 ):
@@ -247,14 +244,14 @@ mega_moe_fwd_preact = torch.ops.prime_kernels.mega_moe_fwd_preact.default
 mega_moe_bwd = torch.ops.prime_kernels.mega_moe_bwd.default
 mega_moe_prepare = torch.ops.prime_kernels.mega_moe_prepare.default
 
-_DIRECT: dict[Any, Any] = {mega_moe_fwd: _forward, mega_moe_fwd_preact: _forward_preact, mega_moe_bwd: _backward}
+_DIRECT: dict[Any, Any] = {mega_moe_fwd: _forward, mega_moe_fwd_preact: _run_forward, mega_moe_bwd: _gradients}
 
 
-def run_eager(op: Any, *args: Any) -> tuple[Tensor, ...]:
+def run_eager(op: Any, *args: Any) -> tuple[Any, ...]:
     """One of the ops below autograd: as what it is for whoever observes ops, its implementation itself otherwise.
 
     Boxing arguments and results for the dispatcher takes as long as everything else that the host does in a call.
+    Gradients that were not asked for are empty tensors from the op, None from its implementation.
     """
     with torch._C._AutoDispatchBelowAutograd():
-        result: tuple[Tensor, ...] = (op if is_observed(args) else _DIRECT[op])(*args)
-    return result
+        return tuple((op if is_observed(args) else _DIRECT[op])(*args))
