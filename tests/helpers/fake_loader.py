@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from threading import get_ident
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -55,11 +56,12 @@ class FakeLoader:
     Attributes:
         seen: Launches so far; none where `keep` is False, which costs a launch no time.
         status: What every launch returns.
+        pause: Seconds that a launch lets other threads run before it reads its request.
     """
 
     def __init__(self, *, keep: bool = True) -> None:
         self.seen: list[Seen] = []
-        self.status = 0
+        self.status, self.pause = 0, 0.0
         self._keys: list[str] = []
         self._kernels: dict[str, Kernel] = {}
         launch = self._launch if keep else (lambda address: 0)
@@ -68,6 +70,8 @@ class FakeLoader:
         )
 
     def _launch(self, address: int) -> int:
+        if self.pause:
+            time.sleep(self.pause)
         request = PkLaunch.from_address(address)
         key = self._keys[request.kernel - 1]
         args = ctypes.string_at(request.args, request.args_bytes)
