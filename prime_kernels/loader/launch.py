@@ -138,6 +138,8 @@ class Kernel:
         if co_resident and shape not in self._resident:
             self._check_resident(request, shape)
         status = self.entry(buffers.address)
+        if status == abi.INVALID_CONTEXT:
+            status = self.enter_context(buffers.address)
         if status:
             raise self.failure(status, request)
 
@@ -159,6 +161,17 @@ class Kernel:
             facts={"key": self.spec.key, "needed": need, "fits": fits, "sm_count": self.sm_count},
             remedy='Give the process the whole GPU (MIG, MPS or green-context limits?), or use backend="grouped".',
         )
+
+    def enter_context(self, request: int) -> int:
+        """Launch again, with the device's primary context current if the thread had none; returns the status.
+
+        The CUDA runtime gives a thread its context at the thread's first runtime call that needs one. A thread that
+        only launches through the driver may come before that: autograd's, when every allocation is served from a cache.
+        """
+        if self.host.current_device() >= 0:
+            return abi.INVALID_CONTEXT
+        self.host.use_device(self.ordinal)
+        return int(self.entry(request))
 
     def failure(self, status: int, request: PkLaunch) -> LaunchError | BackendUnavailable:
         """The error for what `entry` returned about a request of this kernel."""

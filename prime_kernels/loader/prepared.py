@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from prime_kernels.errors import LaunchError
 from prime_kernels.loader import fork
+from prime_kernels.loader.abi import INVALID_CONTEXT
 from prime_kernels.loader.args import RECORD
 from prime_kernels.loader.launch import Buffers
 
@@ -127,6 +128,8 @@ class Prepared:
             self._move(addresses)
         for index, (entry, request) in enumerate(self._calls):
             status = entry(request)
+            if status == INVALID_CONTEXT:
+                status = self._kernels[index].enter_context(request)
             if status:
                 raise self._kernels[index].failure(status, self._held[index].request)
 

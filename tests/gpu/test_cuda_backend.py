@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -213,3 +215,14 @@ def test_only_our_kernels_run_between_call_and_return() -> None:
         assert names
         assert all(name.startswith("pk_") for name in names), names
         assert len(names) <= limit, names
+
+
+def test_a_new_thread_whose_memory_is_all_cached_can_launch() -> None:
+    case = on_gpu(make_case(tokens=256, hidden=512, intermediate=256, experts=8, topk=2, seed=18))
+    results: list[Result] = []
+    with runtime_for(case, allow_multi_stream=True) as runtime:
+        first = run(case, runtime)
+        thread = threading.Thread(target=lambda: results.append(run(case, runtime, poison=False)))
+        thread.start()
+        thread.join()
+    assert same_bits(first, results[0])

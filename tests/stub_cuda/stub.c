@@ -13,7 +13,7 @@
  *   PK_STUB_DEVICES=1           number of devices
  *   PK_STUB_SMS=132             SM count (a MIG slice has fewer)
  *   PK_STUB_NAME=...            device name
- *   PK_STUB_CONTEXT=1           0: the thread has no current context
+ *   PK_STUB_CONTEXT=1           0: no thread has a current context before it sets one
  *   PK_STUB_CLUSTERS=n          answer of cuOccupancyMaxActiveClusters (default: SMs / CTAs of a cluster)
  *   PK_STUB_REGS, PK_STUB_LOCAL NUM_REGS and LOCAL_SIZE_BYTES of every kernel (default 168, 0)
  *   PK_STUB_FAIL=cuX=200,cuY=1  these calls return that CUresult
@@ -243,6 +243,9 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
 }
 
 static int context_cell;
+static _Thread_local int made_current; /* by cuCtxSetCurrent, in this thread */
+
+static int has_context(void) { return made_current || number("PK_STUB_CONTEXT", 1); }
 
 CUresult cuDevicePrimaryCtxRetain(void **context, int device) {
     ENTER("cuDevicePrimaryCtxRetain");
@@ -253,19 +256,20 @@ CUresult cuDevicePrimaryCtxRetain(void **context, int device) {
 
 CUresult cuCtxSetCurrent(void *context) {
     ENTER("cuCtxSetCurrent");
-    return context == &context_cell ? OK : INVALID_CONTEXT;
+    made_current = context == &context_cell;
+    return made_current ? OK : INVALID_CONTEXT;
 }
 
 CUresult cuCtxGetCurrent(void **context) {
     ENTER("cuCtxGetCurrent");
-    *context = number("PK_STUB_CONTEXT", 1) ? &context_cell : NULL;
+    *context = has_context() ? &context_cell : NULL;
     return initialised ? OK : NOT_INITIALIZED;
 }
 
 CUresult cuCtxGetDevice(int *device) {
     ENTER("cuCtxGetDevice");
     *device = 0;
-    return number("PK_STUB_CONTEXT", 1) ? OK : INVALID_CONTEXT;
+    return has_context() ? OK : INVALID_CONTEXT;
 }
 
 /* ---- launching ---- */
@@ -382,7 +386,7 @@ CUresult cuLaunchKernelEx(const Config *config, void *kernel, void **parameters,
     if (!is_kernel(kernel) || extra != NULL) {
         return INVALID_HANDLE;
     }
-    if (!number("PK_STUB_CONTEXT", 1)) {
+    if (!has_context()) {
         return INVALID_CONTEXT;
     }
     const Kernel *known = kernel;
@@ -519,7 +523,7 @@ CUresult cuLibraryGetGlobal(uint64_t *address, size_t *bytes, void *library, con
     if (!is_image(library)) {
         return INVALID_HANDLE;
     }
-    if (!number("PK_STUB_CONTEXT", 1)) {
+    if (!has_context()) {
         return INVALID_CONTEXT;
     }
     const Elf64_Sym *symbol = find_symbol(library, name, STT_OBJECT, &home);

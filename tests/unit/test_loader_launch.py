@@ -116,6 +116,35 @@ def test_a_prepared_launch_reaches_the_driver_as_a_packed_one_does(binding: str,
     assert first != second
 
 
+@pytest.mark.parametrize("path", ["launch()", "prepared.launch(77, (0x1000, 0x7000))"])
+@pytest.mark.parametrize("binding", BINDINGS)
+def test_a_thread_without_a_current_context_gets_its_device_s_and_launches(
+    binding: str, path: str, tmp_path: Path
+) -> None:
+    found = child(
+        f"""
+        import threading
+        from prime_kernels.loader.prepared import Address, Prepared, Step
+        step = Step(kernel, 132, args | {{"x": Address("x", 16)}}, {{"map_x": (rows, Address("m"))}})
+        prepared = Prepared([step], ("x", "m"))
+        before = len(stub.calls("cuLaunchKernelEx"))
+        def body():
+            {path}
+            {path}
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+        out(launches=len(stub.calls("cuLaunchKernelEx")) - before, made=stub.calls("cuDevicePrimaryCtxRetain"))
+        """,
+        tmp_path,
+        binding,
+        PK_STUB_CONTEXT="0",
+        PK_STUB_ARGS_BYTES=str(made.ARGS_BYTES),
+    )
+    assert found["launches"] == 2
+    assert [call["device"] for call in found["made"]] == [0]
+
+
 def test_a_larger_cluster_than_is_portable_is_allowed_for_on_the_device(tmp_path: Path) -> None:
     found = child("out(value=kernel.host.kernel_attribute(kernel.handle, 14, 0))", tmp_path, facts={"cluster": 16})
     assert found["value"] == 1
