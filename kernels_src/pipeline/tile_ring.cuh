@@ -4,8 +4,8 @@
 //
 // Layer:      pipeline (arch-free).
 //
-// Invariants: one writer (the scheduler warp's lane 0); kTileReaders arrivals free an entry; nobody
-//             else derives the order.
+// Invariants: one writer (the scheduler warp's lane 0); kTileReaders threads read and free every entry;
+//             nobody else derives the order.
 #pragma once
 #include "../common/types.cuh"
 #include "ring.cuh"
@@ -14,7 +14,7 @@
 namespace prime::pipeline {
 
 constexpr u32 kTileRingDepth = 4;
-constexpr u32 kTileReaders = 1 + 8;  // the load thread and eight math warps
+constexpr u32 kTileReaders = 1 + 8 * 32;  // the load thread and every thread of the math warps
 
 // 32 bytes, written and read as two vectors. k_steps < 0 ends the list.
 struct Tile {
@@ -54,16 +54,14 @@ struct TileRing {
         at.advance();
     }
 
-    // Reads the next entry and frees it at once. A reader is one thread, or a warp whose lanes all
-    // call this; one of them arrives for all.
-    template <bool kWarp>
-    PK_DEVICE Tile pop(Waiter& waiter, bool arrives) {
+    // Reads the next entry and frees it at once. Every reader arrives for itself: one lane could do
+    // so for its warp after a __syncwarp(), but tools that look for races do not follow the other
+    // lanes' reads through that.
+    PK_DEVICE Tile pop(Waiter& waiter) {
         waiter.wait(full + 8 * at.stage, at.phase, Wait::kTileFull);
         Tile tile = read_tile(entries + 32 * at.stage);
         if (waiter.dead) tile.k_steps = -1;
-        // The entry may be overwritten once it is freed: every lane has read it by then.
-        if constexpr (kWarp) __syncwarp();
-        if (arrives) ptx::mbarrier_arrive(empty + 8 * at.stage);
+        ptx::mbarrier_arrive(empty + 8 * at.stage);
         at.advance();
         return tile;
     }

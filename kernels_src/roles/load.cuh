@@ -33,7 +33,7 @@ PK_DEVICE void load(const typename Op::Args& args, u32 base, TileRing tiles, Wai
     pipeline::Ring<Op::kStages> ring;
     const u32 rank = ptx::cluster_cta_rank();
     for (;;) {
-        const Tile tile = tiles.pop<false>(waiter, true);
+        const Tile tile = tiles.pop(waiter);
         if (tile.k_steps < 0) break;
         // Before the wait for a free stage, under which it hides: looking at two counters takes
         // about as long as the tensor cores take for a stage.

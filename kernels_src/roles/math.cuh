@@ -72,7 +72,7 @@ PK_DEVICE void math(const typename Op::Args& args, u32 base, TileRing tiles, u32
     mma::Accum acc;
     auto epilogue = Op::make_epilogue(base, seat);
     for (;;) {
-        const Tile tile = tiles.pop<true>(waiter, seat.lane == 0);
+        const Tile tile = tiles.pop(waiter);
         // Together, also when only one warp ran out of time: the others would meet it nowhere.
         if (seat.any(tile.k_steps < 0)) break;
         if (!Op::has_rows(args, tile, warpgroup)) {
