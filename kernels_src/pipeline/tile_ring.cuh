@@ -4,8 +4,8 @@
 //
 // Layer:      pipeline (arch-free).
 //
-// Invariants: one writer (the scheduler warp's lane 0); kTileReaders threads read and free every entry;
-//             nobody else derives the order.
+// Invariants: one writer (the scheduler warp's lane 0); kTileReaders threads read and free every
+//             entry; nobody else derives the order.
 #pragma once
 #include "../common/types.cuh"
 #include "ring.cuh"
