@@ -31,13 +31,15 @@ class Buffers:
 
     def __init__(self, kernel: Kernel) -> None:
         spec, count = kernel.spec, len(kernel.packer.map_offsets)
-        args = ctypes.create_string_buffer(-(-spec.meta.args_bytes // 8) * 8)  # whole words, for `Prepared`
+        size = -(-spec.meta.args_bytes // 8) * 8  # whole words, for `Prepared`
+        args = ctypes.create_string_buffer(size + abi.MAP_ALIGN)
         maps = ctypes.create_string_buffer(max(count, 1) * RECORD.size)
+        skip = -ctypes.addressof(args) % abi.MAP_ALIGN
         # Views: assigning to a slice of a ctypes array takes 3 us, to one of a memoryview 0.1 us. They keep the arrays.
-        self.args, self.maps = memoryview(args).cast("B"), memoryview(maps).cast("B")
+        self.args, self.maps = memoryview(args).cast("B")[skip : skip + size], memoryview(maps).cast("B")
         self.request = PkLaunch(
             kernel=kernel.handle,
-            args=ctypes.addressof(args),
+            args=ctypes.addressof(args) + skip,
             maps=ctypes.addressof(maps),
             args_bytes=spec.meta.args_bytes,
             num_maps=count,

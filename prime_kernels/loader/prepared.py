@@ -3,6 +3,9 @@
 
 `Kernel.launch` packs everything on every call. A `Prepared` holds the finished buffers of a sequence of launches, knows
 every place where an address stands, and rewrites those whose slot moved.
+
+Tensor maps are encoded by the launch itself, in the same call, as long as their addresses move. Once those of a launch
+have stayed for another one, they are encoded into its arguments, and nothing is left to encode until one moves.
 """
 
 from __future__ import annotations
@@ -73,13 +76,17 @@ class Prepared:
         self._slots = tuple(slots)
         # Of every slot: the buffer as 8-byte words, the index in it, and what is added to the slot's address.
         self._places: list[list[tuple[Words, int, int]]] = [[] for _ in slots]
-        self._held = [self._pack(step) for step in steps]
+        # Of every slot: the launches with a tensor map at one of its addresses. Sets of launches are bits of a number.
+        self._mapped = [0] * len(slots)
+        self._held = [self._pack(index, step) for index, step in enumerate(steps)]
         self._calls = [(step.kernel.entry, held.address) for step, held in zip(steps, self._held, strict=True)]
         self._kernels = [step.kernel for step in steps]
+        # Launches that encode their tensor maps; those of all others stand in their arguments.
+        self._encoding = sum(1 << index for index, kernel in enumerate(self._kernels) if kernel.packer.map_names)
         self._stream = 0
         self._addresses: tuple[int | None, ...] = (None,) * len(self._slots)
 
-    def _pack(self, step: Step) -> Buffers:
+    def _pack(self, which: int, step: Step) -> Buffers:
         kernel, maps = step.kernel, step.maps or {}
         key, packer, buffers = kernel.spec.key, kernel.packer, Buffers(kernel)
         buffers.pack(step.grid, step.args, maps)
@@ -92,13 +99,16 @@ class Prepared:
         for index, name in enumerate(packer.map_names):
             value = maps[name][1]
             if isinstance(value, Address):
-                self._place(key, value, maps_words, index * RECORD.size)
+                self._mapped[self._place(key, value, maps_words, index * RECORD.size)] |= 1 << which
         return buffers
 
-    def _place(self, key: str, value: Address, words: Words, at: int) -> None:
+    def _place(self, key: str, value: Address, words: Words, at: int) -> int:
+        """Note where an address stands; returns the index of its slot."""
         if value.slot not in self._slots:
             raise self._refuse(key, f"{value!r} is of none of the slots {', '.join(self._slots)}")
-        self._places[self._slots.index(value.slot)].append((words, at // _WORD, int(value)))
+        slot = self._slots.index(value.slot)
+        self._places[slot].append((words, at // _WORD, int(value)))
+        return slot
 
     def _refuse(self, key: str, what: str) -> LaunchError:
         return LaunchError(
@@ -126,6 +136,8 @@ class Prepared:
             self._stream = stream
         if addresses != self._addresses:
             self._move(addresses)
+        elif self._encoding:
+            self._settle(self._encoding)
         for index, (entry, request) in enumerate(self._calls):
             status = entry(request)
             if status == INVALID_CONTEXT:
@@ -137,11 +149,34 @@ class Prepared:
         before = self._addresses
         # Until all are written none counts as written: an error in between must not leave an old address for the next.
         self._addresses = (None,) * len(self._slots)
+        moved = 0
         try:
-            for places, old, new in zip(self._places, before, addresses, strict=True):
+            for places, mapped, old, new in zip(self._places, self._mapped, before, addresses, strict=True):
                 if new != old:
+                    moved |= mapped
                     for words, index, offset in places:
                         words[index] = new + offset
         except (TypeError, ValueError) as err:
             raise self._refuse(self._kernels[0].spec.key, f"{err}; got addresses {addresses}") from err
+        if moved != self._encoding:
+            self._unsettle(moved & ~self._encoding)
+            self._settle(self._encoding & ~moved)
         self._addresses = addresses
+
+    def _unsettle(self, launches: int) -> None:
+        """Let these launches encode their tensor maps."""
+        self._encoding |= launches
+        for which, kernel in enumerate(self._kernels):
+            if launches >> which & 1:
+                self._held[which].request.num_maps = len(kernel.packer.map_names)
+
+    def _settle(self, launches: int) -> None:
+        """Encode the tensor maps of these launches into their arguments. One that is refused is left to the launch."""
+        for which, kernel in enumerate(self._kernels):
+            if launches >> which & 1:
+                encode, request = kernel.host.lib.pk_host_encode_tensor_map, self._held[which].request
+                records = range(request.maps, request.maps + request.num_maps * RECORD.size, RECORD.size)
+                places = zip(records, kernel.packer.map_offsets.values(), strict=True)
+                if not any(encode(record, request.args + offset) for record, offset in places):
+                    request.num_maps = 0
+                    self._encoding &= ~(1 << which)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from build_tools.entries import Entry, generate
 from build_tools.variants import read_variants
-from prime_kernels.loader.abi import PkLaunch
+from prime_kernels.loader.abi import MAP_ALIGN, MAP_BYTES, PkLaunch, PkTensorMap
 from prime_kernels.loader.arch import Target
 from prime_kernels.loader.args import RECORD
 from prime_kernels.loader.launch import Kernel
@@ -22,14 +22,40 @@ from prime_kernels.loader.meta import LaunchMeta, Spec
 VARIANTS = {variant.key: variant for variant in read_variants()}
 
 
+def encode(record: int, out: int) -> int:
+    """`pk_host_encode_tensor_map`: puts all of a record but the strides in elements and its place into 128 bytes."""
+    assert out % MAP_ALIGN == 0
+    data = ctypes.string_at(record, RECORD.size)
+    found = data[: PkTensorMap.elem_strides.offset] + data[PkTensorMap.dtype.offset : PkTensorMap.args_offset.offset]
+    ctypes.memmove(out, found.ljust(MAP_BYTES, b"+"), MAP_BYTES)
+    return 0
+
+
+def arguments(request: PkLaunch) -> bytes:
+    """What `pk_host_launch` would hand to the driver: the struct with its tensor maps encoded."""
+    storage = ctypes.create_string_buffer(request.args_bytes + MAP_ALIGN)
+    skip = -ctypes.addressof(storage) % MAP_ALIGN
+    ctypes.memmove(ctypes.addressof(storage) + skip, request.args, request.args_bytes)
+    for index in range(request.num_maps):
+        record = request.maps + index * RECORD.size
+        offset = PkTensorMap.from_address(record).args_offset
+        assert offset + MAP_BYTES <= request.args_bytes
+        encode(record, ctypes.addressof(storage) + skip + offset)
+    return storage.raw[skip : skip + request.args_bytes]
+
+
 class Seen(NamedTuple):
-    """One launch as the host library would get it."""
+    """One launch as the driver would get it: tensor maps stand in the arguments, whoever encoded them.
+
+    Attributes:
+        encoded: Tensor maps that the launch encoded itself.
+    """
 
     name: str
     grid: int
     stream: int
     args: bytes
-    maps: bytes
+    encoded: int
     kernel: Kernel
     thread: int
 
@@ -40,8 +66,8 @@ class Seen(NamedTuple):
 
     def map_addresses(self) -> dict[str, int]:
         """Address of every tensor map."""
-        found = [RECORD.unpack_from(self.maps, at)[0] for at in range(0, len(self.maps), RECORD.size)]
-        return dict(zip(self.kernel.packer.map_names, found, strict=True))
+        offsets = self.kernel.packer.map_offsets
+        return {name: int.from_bytes(self.args[at : at + 8], "little") for name, at in offsets.items()}
 
 
 @functools.cache
@@ -66,7 +92,8 @@ class FakeLoader:
         self._kernels: dict[str, Kernel] = {}
         launch = self._launch if keep else (lambda address: 0)
         self._host: Any = SimpleNamespace(
-            lib=SimpleNamespace(pk_host_launch=launch), error_name=lambda status: "CUDA_ERROR_MADE_UP"
+            lib=SimpleNamespace(pk_host_launch=launch, pk_host_encode_tensor_map=encode),
+            error_name=lambda status: "CUDA_ERROR_MADE_UP",
         )
 
     def _launch(self, address: int) -> int:
@@ -74,13 +101,10 @@ class FakeLoader:
             time.sleep(self.pause)
         request = PkLaunch.from_address(address)
         key = self._keys[request.kernel - 1]
-        args = ctypes.string_at(request.args, request.args_bytes)
-        maps = ctypes.string_at(request.maps, request.num_maps * RECORD.size)
         grid = tuple(request.grid)
         assert grid[1:] == (1, 1)
-        self.seen.append(
-            Seen(VARIANTS[key].kernel, grid[0], request.stream, args, maps, self._kernels[key], get_ident())
-        )
+        name, kernel, count = VARIANTS[key].kernel, self._kernels[key], request.num_maps
+        self.seen.append(Seen(name, grid[0], request.stream, arguments(request), count, kernel, get_ident()))
         return self.status
 
     def load_kernel(self, key: str, *, device: int | None = None) -> Kernel:

@@ -29,19 +29,21 @@ class Twice(Prepared):
     """Launches what was prepared, and the same again through `Kernel.launch`, which packs every launch from scratch."""
 
     loader: FakeLoader
+    again = 0  # how often the prepared launches are repeated in between
 
     def __init__(self, steps: Any, slots: Any) -> None:
         super().__init__(steps, slots)
         self.steps, self.slots = steps, slots
 
     def launch(self, stream: int, addresses: Any) -> None:
-        begin = len(self.launched())
-        super().launch(stream, addresses)
-        middle = len(self.launched())
+        begin, count = len(self.launched()), len(self.steps)
+        for _ in range(1 + self.again):
+            super().launch(stream, addresses)
         self.pack_anew(stream, dict(zip(self.slots, addresses, strict=True)))
-        launched = self.launched()
-        assert middle - begin == len(self.steps) > 0
-        assert launched[begin:middle] == launched[middle:]
+        launched = [seen._replace(encoded=0) for seen in self.launched()[begin:]]
+        assert len(launched) == (2 + self.again) * count > 0
+        for at in range(0, len(launched), count):
+            assert launched[at : at + count] == launched[-count:]
 
     def launched(self) -> list[Seen]:
         """By this thread."""
@@ -103,18 +105,44 @@ class Layer:
         return SimpleNamespace(x=x, dy=dy, ids=routes, scores=scores, forward=forward, backward=backward)
 
 
+@pytest.mark.parametrize("again", [0, 2])
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("save", ["preact", "inputs", "full"])
 @pytest.mark.parametrize("tokens", [0, 1, 64])
 def test_prepared_launches_are_byte_for_byte_what_packing_them_anew_gives(
-    twice: FakeLoader, tokens: int, save: str, pair: bool
+    twice: FakeLoader, monkeypatch: pytest.MonkeyPatch, tokens: int, save: str, pair: bool, again: int
 ) -> None:
+    monkeypatch.setattr(Twice, "again", again)
     layer = Layer(pair=pair)
     for needs in itertools.product((False, True), repeat=4):
         for ids, dtype in ((torch.int64, None), (torch.int32, torch.float32)):
             twice.seen.clear()
             layer.run(tokens, save=save, needs=needs, ids=ids, dtype=dtype)
             assert len(twice.seen) >= 2 * (4 + 2)
+
+
+def test_tensor_maps_are_encoded_once_while_addresses_stay_and_anew_when_one_moves(loader: FakeLoader) -> None:
+    layer = Layer()
+    layer.run(8)
+    (calls,) = layer.backend._calls.values()
+    call = calls.of(cuda_calls.ForwardShape(8, "preact", False, True))
+    fields = cuda_calls.ForwardAddresses._fields
+    here = cuda_calls.ForwardAddresses(*[(i + 1) << 20 for i in range(len(fields))])
+
+    def encoded(addresses: cuda_calls.ForwardAddresses) -> list[int]:
+        """By plan, gate_up, down and combine themselves."""
+        loader.seen.clear()
+        call.launch(torch.device("cpu"), addresses)
+        return [seen.encoded for seen in loader.seen]
+
+    assert encoded(here) == [0, 6, 6, 0]
+    assert encoded(here) == encoded(here) == [0, 0, 0, 0]
+    assert encoded(here._replace(x=1 << 30)) == [0, 0, 0, 0]  # no tensor map's
+    assert encoded(here._replace(w_down=1 << 30)) == [0, 0, 6, 0]
+    assert loader.seen[2].map_addresses()["b0"] == 1 << 30
+    assert encoded(here._replace(w_down=1 << 30, w_gate_up=1 << 31)) == [0, 6, 0, 0]
+    assert loader.seen[2].map_addresses()["b0"] == 1 << 30
+    assert encoded(here) == [0, 6, 6, 0]
 
 
 def test_every_call_launches_with_the_addresses_of_its_own_tensors(loader: FakeLoader) -> None:
@@ -160,6 +188,7 @@ def test_runtimes_shapes_and_threads_do_not_disturb_each_other(
 ) -> None:
     layers = [Layer(), Layer(pair=True, hidden=256), Layer(num_sms=9)]
     twice.pause = 1e-4
+    monkeypatch.setattr(Twice, "again", 1)
     own: dict[int, list[int]] = {}
     failures: list[Exception] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: failures.append(args.exc_value))
@@ -168,7 +197,7 @@ def test_runtimes_shapes_and_threads_do_not_disturb_each_other(
         mine = own.setdefault(threading.get_ident(), [])
         for turn in range(12):
             call = layers[turn % 3].run((0, 3, 64)[turn * seed % 3], save=("full", "inputs")[turn % 2])
-            mine += [call.ids.data_ptr()] * 2
+            mine += [call.ids.data_ptr()] * 3
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
     for thread in threads:

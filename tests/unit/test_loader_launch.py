@@ -103,17 +103,23 @@ def test_a_prepared_launch_reaches_the_driver_as_a_packed_one_does(binding: str,
         prepared = Prepared([step], ("x", "m"))
         for x, m in ((0x1234567880, 0x7000), (0x1000, 0x8000)):
             launch(args=args | {"x": x + 16}, maps={"map_x": (rows, m)})
-            prepared.launch(77, (x, m))
-        out(calls=stub.calls("cuLaunchKernelEx"))
+            for _ in range(3):
+                prepared.launch(77, (x, m))
+        encoded = len(stub.calls("cuTensorMapEncodeTiled"))
+        prepared.launch(77, (x + 16, m))
+        out(calls=stub.calls("cuLaunchKernelEx"), more=len(stub.calls("cuTensorMapEncodeTiled")) - encoded)
         """,
         tmp_path,
         binding,
         PK_STUB_ARGS_BYTES=str(made.ARGS_BYTES),
     )
-    first, first_prepared, second, second_prepared = found["calls"]
-    assert first == first_prepared
-    assert second == second_prepared
+    first, second, last = (found["calls"][at : at + 4] for at in (0, 4, 8))
+    assert first == first[:1] * 4
+    assert second == second[:1] * 4
     assert first != second
+    assert len(last) == 1
+    assert found["more"] == 0
+    assert bytes.fromhex(last[0]["args"])[64:] == bytes.fromhex(second[0]["args"])[64:]
 
 
 @pytest.mark.parametrize("path", ["launch()", "prepared.launch(77, (0x1000, 0x7000))"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 
 from prime_kernels.errors import BackendUnavailable, LaunchError
 from prime_kernels.loader import fork
-from prime_kernels.loader.abi import PkLaunch
+from prime_kernels.loader.abi import PkLaunch, PkTensorMap
 from prime_kernels.loader.arch import Target
 from prime_kernels.loader.args import RECORD, tensor_map
 from prime_kernels.loader.launch import Kernel
 from prime_kernels.loader.manifest import ArgField
 from prime_kernels.loader.meta import LaunchMeta, Spec
 from prime_kernels.loader.prepared import Address, Prepared, Step
+from tests.helpers import fake_loader
 
 FIELDS = (ArgField("a", "ptr", 1, 0), ArgField("n", "u32", 1, 8), ArgField("b", "ptr", 1, 16))
 MAPS = (ArgField("m", "map", 2, 64),)
@@ -26,26 +28,43 @@ SLOTS = ("first", "second")
 
 
 class Driver:
-    """Keeps what every launch holds; `status` and `failed_map` are what it answers."""
+    """Keeps what every launch holds; `status` and `failed_map` are what it answers.
+
+    Attributes:
+        seen: Stream and arguments of every launch, tensor maps in them.
+        encoded: Addresses of tensor maps that a launch encoded itself, launch by launch.
+        settled: Addresses of tensor maps that were encoded apart from a launch.
+        refused: Address of a tensor map that it does not take.
+    """
 
     def __init__(self) -> None:
-        self.seen: list[tuple[int, bytes, bytes]] = []
-        self.status, self.failed_map = 0, -1
+        self.seen: list[tuple[int, bytes]] = []
+        self.encoded: list[list[int]] = []
+        self.settled: list[int] = []
+        self.status, self.failed_map, self.refused = 0, -1, -1
+
+    def encode(self, record: int, out: int) -> int:
+        address = PkTensorMap.from_address(record).address
+        if address == self.refused:
+            return 1
+        self.settled.append(address)
+        return fake_loader.encode(record, out)
 
     def launch(self, address: int) -> int:
         request = PkLaunch.from_address(address)
         request.failed_map = self.failed_map
-        data = (ctypes.string_at(request.args, request.args_bytes), ctypes.string_at(request.maps, 2 * RECORD.size))
-        self.seen.append((request.stream, *data))
+        data = ctypes.string_at(request.maps, request.num_maps * RECORD.size)
+        addresses = [RECORD.unpack_from(data, at)[0] for at in range(0, len(data), RECORD.size)]
+        self.encoded.append(addresses)
+        if self.refused in addresses:
+            request.failed_map = addresses.index(self.refused)
+            return 1
+        self.seen.append((request.stream, fake_loader.arguments(request)))
         return self.status
 
     def pointers(self) -> list[tuple[int, ...]]:
         """a, b and both maps' addresses, of every launch."""
-        return [
-            tuple(int.from_bytes(data[at : at + 8], "little") for data, at in
-                  ((args, 0), (args, 16), (maps, 0), (maps, RECORD.size)))
-            for _, args, maps in self.seen
-        ]  # fmt: skip
+        return [tuple(int.from_bytes(args[at : at + 8], "little") for at in (0, 16, 64, 192)) for _, args in self.seen]
 
 
 @pytest.fixture
@@ -56,7 +75,8 @@ def driver() -> Driver:
 @pytest.fixture
 def kernel(driver: Driver) -> Kernel:
     host: Any = SimpleNamespace(
-        lib=SimpleNamespace(pk_host_launch=driver.launch), error_name=lambda status: "CUDA_ERROR_MADE_UP"
+        lib=SimpleNamespace(pk_host_launch=driver.launch, pk_host_encode_tensor_map=driver.encode),
+        error_name=lambda status: "CUDA_ERROR_MADE_UP",
     )
     meta = LaunchMeta(128, 0, 1, 1, 0, 320, 0)
     spec = Spec("made|t128", "pk_made", Target(9, 0, "a"), meta, FIELDS + MAPS, 32, 0, "test")
@@ -90,6 +110,61 @@ def test_addresses_are_written_wherever_their_slot_stands_and_nowhere_else(drive
         grid=4, stream=8, args={"a": 0x4000, "n": 9, "b": 0x3020}, maps={"m[0]": (ROWS, 0x3000), "m[1]": (ROWS, 0x5000)}
     )
     assert driver.seen[-1] == driver.seen[-2]
+
+
+def packed_anew(kernel: Kernel, stream: int, first: int, second: int) -> None:
+    maps = {"m[0]": (ROWS, second), "m[1]": (ROWS, 0x5000)}
+    kernel.launch(grid=4, stream=stream, args={"a": first, "n": 7, "b": second + 32}, maps=maps)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_moves_or_stays_between_launches_the_driver_gets_what_packing_gives(
+    driver: Driver, kernel: Kernel, seed: int
+) -> None:
+    draw = random.Random(seed)
+    prepared, steps = Prepared([step(kernel), step(kernel)], SLOTS), []
+    for _ in range(60):
+        at = (draw.choice((0x1000, 0x2000)), draw.choice((0x3000, 0x4000, 0x6000)))
+        stream = draw.choice((0, 7))
+        steps += [at]
+        begin = len(driver.seen)
+        if draw.random() < 0.1:
+            with pytest.raises(LaunchError):
+                prepared.launch(stream, (draw.choice((0x1000, 0x7000)), draw.choice((-1, 1 << 64))))
+        prepared.launch(stream, at)
+        packed_anew(kernel, stream, *at)
+        first, second, anew = driver.seen[begin:]
+        assert first == second == anew
+    assert driver.settled, "no launch was ever spared its tensor maps"
+
+
+def test_tensor_maps_are_encoded_by_the_launch_after_a_move_then_once_and_then_no_more(
+    driver: Driver, kernel: Kernel
+) -> None:
+    prepared = Prepared([step(kernel)], SLOTS)
+    for _ in range(4):
+        prepared.launch(0, (0x1000, 0x2000))
+    assert driver.encoded == [[0x2000, 0x5000], [], [], []]
+    assert driver.settled == [0x2000, 0x5000]
+    driver.encoded.clear()
+    prepared.launch(0, (0x9000, 0x2000))  # no tensor map's
+    prepared.launch(0, (0x9000, 0x3000))
+    prepared.launch(0, (0x9000, 0x4000))
+    assert driver.encoded == [[], [0x3000, 0x5000], [0x4000, 0x5000]]
+    assert len(driver.settled) == 2, "a tensor map was encoded whose address had just moved"
+    assert driver.pointers()[-1] == (0x9000, 0x4020, 0x4000, 0x5000)
+
+
+def test_a_tensor_map_that_is_refused_is_named_however_often_it_is_tried(driver: Driver, kernel: Kernel) -> None:
+    prepared = Prepared([step(kernel)], SLOTS)
+    for _ in range(2):
+        prepared.launch(0, (0x1000, 0x2000))
+    driver.refused = 0x2008
+    for _ in range(3):
+        with pytest.raises(LaunchError, match=r"tensor map m\[0\] of made\|t128: CUDA_ERROR_MADE_UP.* address 0x2008"):
+            prepared.launch(0, (0x1000, 0x2008))
+    prepared.launch(0, (0x1000, 0x3000))
+    assert driver.pointers()[-1] == (0x1000, 0x3020, 0x3000, 0x5000)
 
 
 @pytest.mark.parametrize(
