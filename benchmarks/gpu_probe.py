@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,8 +131,22 @@ def gemm() -> dict[str, Any]:
     }
 
 
-def recorded_launch() -> tuple[Any, dict[str, Any]]:
-    """(kernel, arguments of `launch`) of the GEMM above: what a call of the package launches."""
+def microseconds(launch_once: Callable[[], None]) -> dict[str, float]:
+    """Host time of one launch: median and 90th percentile of many."""
+    took = []
+    for number in range(LAUNCHES):
+        if number % 100 == 0:  # far from filling the queue, which would make the host wait for the device
+            torch.cuda.synchronize()
+        began = time.perf_counter_ns()
+        launch_once()
+        took.append((time.perf_counter_ns() - began) / 1e3)
+    torch.cuda.synchronize()
+    took.sort()
+    return {"median": statistics.median(took), "p90": took[LAUNCHES * 9 // 10]}
+
+
+def general_launch() -> dict[str, Any]:
+    """A launch of `gemm_call`, which packs everything anew: what the calls of the deep_gemm module do."""
     from prime_kernels.loader import Kernel
 
     launches: list[tuple[Any, dict[str, Any]]] = []
@@ -147,48 +161,110 @@ def recorded_launch() -> tuple[Any, dict[str, Any]]:
         gemm_call()[0]()
     finally:
         Kernel.launch = original  # type: ignore[method-assign]
-    return next(launch for launch in launches if len(launch[1].get("maps") or ()) >= MIN_MAPS)
+    kernel, arguments = next(launch for launch in launches if len(launch[1].get("maps") or ()) >= MIN_MAPS)
+    found: dict[str, Any] = {"key": kernel.spec.key, "maps": len(arguments["maps"])}
+    return found | microseconds(lambda: kernel.launch(**arguments))
+
+
+def prepared_launch(call: Callable[[], Any]) -> dict[str, Any]:
+    """A launch that `call` of the layer prepares: with five tensor maps, or the fewest above that a kernel has.
+
+    Not one that waits for counters of other launches. `moved` is the same with all addresses new every time.
+    """
+    from prime_kernels.loader.prepared import Address, Prepared
+    from prime_kernels.moe import cuda_calls
+
+    found: list[tuple[Any, Any, int, Any]] = []
+
+    class Recording(Prepared):
+        def __init__(self, steps: Any, slots: Any) -> None:
+            super().__init__(steps, slots)
+            self.recorded = steps, slots
+
+        def launch(self, stream: int, addresses: Any) -> None:
+            steps, slots = self.recorded
+            found.extend((step, slots, stream, addresses) for step in steps)
+            super().launch(stream, addresses)
+
+    cuda_calls.Prepared = Recording  # type: ignore[misc]
+    try:
+        kept = call()  # what it returns holds the rows' order, which the launch below reads
+    finally:
+        cuda_calls.Prepared = Prepared  # type: ignore[misc]
+    able = [one for one in found if len(one[0].maps or ()) >= MIN_MAPS]
+    able = [one for one in able if not isinstance(one[0].args.get("arrivals"), Address)]
+    step, slots, stream, addresses = min(able, key=lambda one: len(one[0].maps))
+    prepared = Prepared([step], slots)
+    nowhere = (None,) * len(slots)
+
+    def moved() -> None:
+        prepared._addresses = nowhere
+        prepared.launch(stream, addresses)
+
+    all_moved = microseconds(moved)
+    stayed = microseconds(lambda: prepared.launch(stream, addresses))
+    del kept
+    return {**stayed, "key": step.kernel.spec.key, "maps": len(step.maps), "moved": all_moved}
 
 
 def launch() -> dict[str, Any]:
-    """Host time of a launch with at least five tensor maps, the same one again and again."""
-    # The buffers went back to torch's pool with the call; nobody else uses them while this runs.
-    kernel, arguments = recorded_launch()
-    took = []
-    for number in range(LAUNCHES):
-        if number % 100 == 0:  # far from filling the queue, which would make the host wait for the device
-            torch.cuda.synchronize()
-        began = time.perf_counter_ns()
-        kernel.launch(**arguments)
-        took.append((time.perf_counter_ns() - began) / 1e3)
-    torch.cuda.synchronize()
-    took.sort()
-    found = {"median": statistics.median(took), "p90": took[LAUNCHES * 9 // 10], "maps": len(arguments["maps"])}
-    return {"launch_us": found | {"key": kernel.spec.key}}
+    """Host time of a launch with tensor maps, the same one again and again: by the layer, and in general."""
+    # Temporaries went back to torch's pool with the calls; nobody else uses them while this runs.
+    call, runtime = layer_call()
+    took = prepared_launch(call) | {"general": general_launch()}
+    runtime.close()
+    return {"launch_us": took}
+
+
+class Operands(NamedTuple):
+    """Of a small layer."""
+
+    sizes: dict[str, int]
+    x: Tensor
+    ids: Tensor
+    scores: Tensor
+    w_gate_up: Tensor
+    w_down: Tensor
+    dy: Tensor
+
+    @classmethod
+    def make(cls) -> Operands:
+        tokens, hidden, inter, experts, topk = 256, 1024, 512, 16, 4
+        sizes = {"num_experts": experts, "topk": topk, "hidden": hidden, "intermediate": inter}
+        x, dy = normal(tokens, hidden, seed=6), normal(tokens, hidden, seed=7)
+        w_gate_up, w_down = normal(experts, 2 * inter, hidden, seed=8) / 32, normal(experts, hidden, inter, seed=9) / 22
+        ids = (torch.arange(tokens * topk) * 7 % experts).view(tokens, topk).cuda()
+        scores = torch.full((tokens, topk), 0.25, device="cuda")
+        for leaf in (x, scores, w_gate_up, w_down):
+            leaf.requires_grad_()
+        return cls(sizes | {"max_tokens_per_rank": tokens}, x, ids, scores, w_gate_up, w_down, dy)
+
+
+def layer_call() -> tuple[Callable[[], Tensor], Any]:
+    """(a forward of a small layer, its runtime)."""
+    import prime_kernels
+
+    o = Operands.make()
+    runtime = prime_kernels.MegaMoERuntime.create(prime_kernels.MegaMoEConfig(**o.sizes, backend="cuda"))
+    return lambda: prime_kernels.mega_moe(o.x, o.ids, o.scores, o.w_gate_up, o.w_down, runtime=runtime), runtime
 
 
 def layer() -> dict[str, Any]:
     """The first call of the whole layer in this process, part by part."""
-    tokens, hidden, inter, experts, topk = 256, 1024, 512, 16, 4
-    x, dy = normal(tokens, hidden, seed=6), normal(tokens, hidden, seed=7)
-    w_gate_up, w_down = normal(experts, 2 * inter, hidden, seed=8) / 32, normal(experts, hidden, inter, seed=9) / 22
-    ids = (torch.arange(tokens * topk) * 7 % experts).view(tokens, topk).cuda()
-    scores = torch.full((tokens, topk), 0.25, device="cuda")
-    leaves = [tensor.requires_grad_() for tensor in (x, scores, w_gate_up, w_down)]
+    o = Operands.make()
     began = time.perf_counter()
     import prime_kernels
 
     call, config = prime_kernels.mega_moe, prime_kernels.MegaMoEConfig
     imported = time.perf_counter() - began
-    sizes = {"num_experts": experts, "topk": topk, "hidden": hidden, "intermediate": inter}
-    create_s, runtime = seconds(
-        lambda: prime_kernels.MegaMoERuntime.create(config(**sizes, max_tokens_per_rank=tokens, backend="cuda"))
-    )
-    forward_s, y = seconds(lambda: call(x, ids, scores, w_gate_up, w_down, runtime=runtime))
-    backward_s, _ = seconds(lambda: y.backward(dy))
-    again_s, z = seconds(lambda: call(x, ids, scores, w_gate_up, w_down, runtime=runtime))
-    bits = {"mega_moe": digest(y), "mega_moe dw": digest(w_down.grad)}  # type: ignore[arg-type]
+    create_s, runtime = seconds(lambda: prime_kernels.MegaMoERuntime.create(config(**o.sizes, backend="cuda")))
+    operands = o.x, o.ids, o.scores, o.w_gate_up, o.w_down
+    forward_s, y = seconds(lambda: call(*operands, runtime=runtime))
+    backward_s, _ = seconds(lambda: y.backward(o.dy))
+    again_s, z = seconds(lambda: call(*operands, runtime=runtime))
+    bits = {"mega_moe": digest(y), "mega_moe dw": digest(o.w_down.grad)}  # type: ignore[arg-type]
     parts = {"import": imported, "create": create_s, "forward": forward_s, "backward": backward_s, "again": again_s}
+    leaves = o.x, o.scores, o.w_gate_up, o.w_down
     assert all(leaf.grad is not None and bool(leaf.grad.isfinite().all()) for leaf in leaves)
     runtime.close()
     return {"layer_s": parts, "digests": bits, "repeatable": {"mega_moe": digest(z) == bits["mega_moe"]}}

@@ -177,13 +177,16 @@ def wheel(job: Job) -> list[str]:
     compiled = {key: origin for found in (small, whole) for key, origin in found["origins"].items()}
     compiled = {key: origin for key, origin in compiled.items() if "/" not in origin}
     first, parts, host = small["first_call_s"], whole["layer_s"], small["launch_us"]
+    moved, general = host["moved"], host["general"]
     first_key, first_s = next(iter(first.items()))
     layer_s = parts["create"] + parts["forward"]
     lines = [
         f"{what}; doctor {verdict}; passengers, GEMM and layer right and repeatable",
         f"first call {short_key(first_key)} {first_s:.3f} s, layer {layer_s:.3f} s "
         f"({', '.join(f'{name} {took:.3f}' for name, took in parts.items())})",
-        f"launch {host['median']:.1f} us (p90 {host['p90']:.1f}) with {host['maps']} tensor maps",
+        f"launch of {short_key(host['key'])} {host['median']:.1f} us (p90 {host['p90']:.1f}) with {host['maps']} maps, "
+        f"{moved['median']:.1f} us where all addresses are new; general path: {short_key(general['key'])} "
+        f"{general['median']:.1f} us with {general['maps']}",
     ]
     limits = {f"first call of {first_key}": (first_s, MAX_FIRST_CALL_S), "of the layer": (layer_s, MAX_FIRST_CALL_S)}
     problems = over(limits, "s") + over({"launch": (host["median"], MAX_LAUNCH_US)}, "us")

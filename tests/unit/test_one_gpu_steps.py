@@ -18,7 +18,14 @@ GATHER, GEMM = "gather_rows|b16|t256|l4", "rows_nt|bf16"
 REPORT: dict[str, Any] = {
     "first_call_s": {GATHER: 0.02},
     "layer_s": {"create": 0.05, "forward": 0.03},
-    "launch_us": {"median": 7.0, "p90": 9.0, "maps": 6},
+    "launch_us": {
+        "key": "down|bf16",
+        "median": 4.0,
+        "p90": 5.0,
+        "maps": 6,
+        "moved": {"median": 7.0, "p90": 9.0},
+        "general": {"key": GEMM, "median": 15.0, "p90": 17.0, "maps": 6},
+    },
     "load_s": {GATHER: 0.3, GEMM: 1.2},
     "digests": {GATHER: "aa", "gemm": "bb"},
     "origins": {GATHER: "cu130/sm_90a", GEMM: "cu130/sm_90a"},
@@ -74,7 +81,8 @@ def test_the_wheel_keeps_its_limits(
     if problem is None:
         lines = steps.wheel(job)
         assert "the wheel; doctor ok" in lines[0]
-        assert "launch 7.0 us (p90 9.0) with 6 tensor maps" in lines
+        launch = "launch of down 4.0 us (p90 5.0) with 6 maps, 7.0 us where all addresses are new"
+        assert f"{launch}; general path: rows_nt 15.0 us with 6" in lines
         return
     with pytest.raises(StepError, match=problem) as failure:
         steps.wheel(job)
