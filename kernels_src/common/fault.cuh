@@ -10,7 +10,7 @@
 
 namespace prime {
 
-enum class Role : u32 { kNone = 0, kSchedule = 1, kLoad = 2, kMath = 3, kDispatch = 4 };
+enum class Role : u32 { kNone = 0, kSchedule = 1, kLoad = 2, kMath = 3 };
 
 // What was waited for.
 enum class Wait : u32 {

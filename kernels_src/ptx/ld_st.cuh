@@ -12,10 +12,6 @@ PK_DEVICE u32 ld_acquire_gpu(const u32* ptr) {
     return v;
 }
 
-PK_DEVICE void st_release_gpu(u32* ptr, u32 v) {
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
-}
-
 PK_DEVICE void red_add_release_gpu(u32* ptr, u32 v) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
 }
@@ -71,12 +67,6 @@ PK_DEVICE u64 global_timer_ns() {
     u64 t;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
     return t;
-}
-
-PK_DEVICE u32 sm_id() {
-    u32 id;
-    asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
-    return id;
 }
 
 }  // namespace prime::ptx

@@ -9,11 +9,6 @@ namespace prime::ptx {
 // L2 eviction hints as the hardware encodes them (createpolicy.fractional with fraction 1.0).
 constexpr u64 kEvictNormal = 0x1000000000000000ull;
 constexpr u64 kEvictFirst = 0x12F0000000000000ull;
-constexpr u64 kEvictLast = 0x14F0000000000000ull;
-
-PK_DEVICE void prefetch_tensor_map(const TensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
 
 PK_DEVICE void tma_load_2d(u32 dst, const TensorMap* map, u32 bar, i32 c0, i32 c1, u64 hint) {
     asm volatile(
@@ -43,16 +38,6 @@ PK_DEVICE void tma_load_4d(
 
 // Writes the box to the same shared offset of every CTA in `mask` and completes on each one's own
 // barrier.
-PK_DEVICE void tma_load_3d_multicast(
-    u32 dst, const TensorMap* map, u32 bar, i32 c0, i32 c1, i32 c2, u16 mask, u64 hint) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::"
-        "cluster"
-        ".L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(dst),
-        "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "h"(mask), "l"(hint)
-        : "memory");
-}
-
 PK_DEVICE void tma_load_4d_multicast(
     u32 dst, const TensorMap* map, u32 bar, i32 c0, i32 c1, i32 c2, i32 c3, u16 mask, u64 hint) {
     asm volatile(
@@ -85,14 +70,6 @@ PK_DEVICE void tma_add_3d(const TensorMap* map, u32 src, i32 c0, i32 c1, i32 c2)
         "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], "
         "[%1];" ::"l"(map),
         "r"(src), "r"(c0), "r"(c1), "r"(c2)
-        : "memory");
-}
-
-PK_DEVICE void tma_store_4d(const TensorMap* map, u32 src, i32 c0, i32 c1, i32 c2, i32 c3) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
-            map),
-        "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MAX_EXPERTS = 4096  # kMaxExperts of kernels_src/moe/plan.cuh
 _FAULT_WORDS = 8  # FaultRecord of kernels_src/common/fault.cuh
-_ROLES = {1: "schedule", 2: "load", 3: "math", 4: "dispatch"}
+_ROLES = {1: "schedule", 2: "load", 3: "math"}
 _WAITS = {1: "a tile", 2: "room in the tile list", 3: "operands", 4: "a free stage", 5: "saved activations"}
 
 
@@ -110,7 +110,7 @@ class CudaBackend(Backend):
                 f"{_WAITS.get(wait, wait)}; its output is not valid.",
                 code="E44",
                 facts={"cta": cta, "role": role, "wait": wait},
-                remedy="Report it with `prime-kernels doctor --json`; under a debugger, lower the clock's pace first.",
+                remedy="Report it with `prime-kernels doctor --json`. A GPU halted by a debugger looks the same.",
             )
         if bad_ids:
             raise ShapeError(

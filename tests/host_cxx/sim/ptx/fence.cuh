@@ -13,10 +13,6 @@ inline void fence_async_shared() {
 
 inline void fence_async_global() {}
 
-inline void fence_acq_rel_gpu() {}
-
-inline void fence_acq_rel_sys() {}
-
 inline void named_barrier_sync(u32 id, u32 threads) {
     sim::machine->meet(sim::named(id), threads, "named_barrier_sync");
 }

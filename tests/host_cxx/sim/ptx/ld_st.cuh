@@ -11,11 +11,6 @@ inline u32 ld_acquire_gpu(const u32* ptr) {
     return *ptr;
 }
 
-inline void st_release_gpu(u32* ptr, u32 v) {
-    *ptr = v;
-    sim::machine->happened();
-}
-
 inline void red_add_release_gpu(u32* ptr, u32 v) {
     atomicAdd(ptr, v);
 }
@@ -46,10 +41,6 @@ inline void st_shared_f32x2(u32 addr, float a, float b) {
 
 inline u64 global_timer_ns() {
     return sim::machine->now_ns;
-}
-
-inline u32 sm_id() {
-    return sim::machine->self().cta;
 }
 
 }  // namespace prime::ptx

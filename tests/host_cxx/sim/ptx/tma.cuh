@@ -8,7 +8,6 @@ namespace prime::ptx {
 
 constexpr u64 kEvictNormal = 0;
 constexpr u64 kEvictFirst = 1;
-constexpr u64 kEvictLast = 2;
 
 inline u32 own_mask() {
     return 1u << sim::machine->rank();
