@@ -147,8 +147,8 @@ def readme_table(found: list[dict[str, Any]]) -> str:
     lines += [
         "",
         f"{most} tokens per GPU, uniform routing; medians, milliseconds. `ratio` refers to the unfused recipe as it is "
-        'written, which on one GPU exchanges rows with itself; "no exchange" is the recipe without that, the fair peer of '
-        "who trains on one GPU. "
+        'written, which on one GPU exchanges rows with itself; "no exchange" is the recipe without that: compare with it '
+        "to train on one GPU. "
         "`grouped` is this package's own unfused backend. All rows and their caveats: benchmarks/RESULTS.md.",
     ]
     return "\n".join(lines)
