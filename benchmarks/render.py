@@ -146,9 +146,9 @@ def readme_table(found: list[dict[str, Any]]) -> str:
             lines.append("| " + " | ".join(map(str, (*cells, *times))) + " |")
     lines += [
         "",
-        f"{most} tokens per GPU, uniform routing; medians, milliseconds. `ratio` refers to the unfused recipe as it is "
-        'written, which on one GPU exchanges rows with itself; "no exchange" is the recipe without that: compare with it '
-        "to train on one GPU. "
+        f"{most} tokens per GPU, uniform routing; medians, ms. `ratio` refers to the unfused recipe as it is "
+        'written, which on one GPU sends rows to itself; "no exchange" is the recipe without that, to compare with '
+        "when one GPU is all there is. "
         "`grouped` is this package's own unfused backend. All rows and their caveats: benchmarks/RESULTS.md.",
     ]
     return "\n".join(lines)
