@@ -64,7 +64,7 @@ def test_an_arm_with_another_loss_is_noticed(capsys: pytest.CaptureFixture[str])
     right = baselines.package_arm("grouped", SHAPE, tokens=32, device=PLACE.device, group=None)
 
     def layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-        return right.layer(x, topk_ids.roll(1, 0), topk_weights, w_gate_up, w_down)
+        return -right.layer(x, topk_ids.roll(1, 0), topk_weights, w_gate_up, w_down)
 
     wrong = baselines.Arm("rolled", layer, None, None)
     assert step.agree({"a": steps.probe(right), "b": steps.probe(right)}, PLACE)

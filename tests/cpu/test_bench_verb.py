@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -52,7 +53,9 @@ def test_a_backend_with_one_wrong_tensor_prints_no_time(wrong: int, monkeypatch:
     own, baseline = bench.measure(config(), 32, 1, CPU)
     assert own.forward_ms is not None
     assert (baseline.backend, baseline.forward_ms, baseline.backward_ms) == ("grouped", None, None)
-    assert baseline.reason == "relative error 1.0e-01 over 2e-02"
+    found = re.fullmatch(r"relative error (\S+) over 2e-02", baseline.reason or "")
+    assert found is not None
+    assert float(found[1]) == pytest.approx(0.1, rel=0.05)  # the two backends differ by rounding as well
 
 
 def test_several_ranks_are_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
