@@ -12,8 +12,6 @@
 
 namespace prime::mma {
 
-constexpr u32 kWarpgroupRows = 64;
-constexpr u32 kWarpgroupThreads = 128;
 constexpr u32 kAccum = 128;  // fp32 values per thread
 
 using Accum = float[kAccum];

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from prime_kernels.errors import UnsupportedConfig
 from prime_kernels.moe.backend import preact_rows
 from prime_kernels.moe.config import MegaMoEConfig, common_reason
+from prime_kernels.moe.cuda_variants import POOL_ALIGN, TILE_N, plan_numel
+from prime_kernels.moe.cuda_variants import pool_rows as one_rank_rows
 
 _LINE = 128  # one flag per cache line
 _HEADER = 4096
 _PLAN_BYTES_PER_ROW = 16
-_POOL_ALIGN = 64  # rows; one rank's experts start at multiples of it (docs/design.md)
-_TILE_N = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ def plan_memory(config: MegaMoEConfig, *, ep_size: int = 1) -> MemoryPlan:
         raise UnsupportedConfig(reason, facts={"ep_size": ep_size})
     tokens, topk = config.max_tokens_per_rank, config.topk
     if ep_size == 1:
-        rows = _align(tokens * topk + (_POOL_ALIGN - 1) * config.num_experts, _POOL_ALIGN)
-        plan = 4 * (2 * config.num_experts + 1 + tokens * topk + rows)
+        rows = one_rank_rows(config, tokens)
+        plan = 4 * plan_numel(config, tokens)
     else:
         rows = preact_rows(config, num_tokens=tokens, ep_size=ep_size)
         plan = _PLAN_BYTES_PER_ROW * rows
@@ -108,14 +108,10 @@ def _workspace_bytes(config: MegaMoEConfig, ep_size: int, rows: int) -> int:
     backward = rows * (2 * hidden - kept + 3 * intermediate + again)  # x rows, dy rows, dz, s*h
     if ep_size > 1:
         return max(forward, backward)  # results go to the owners' slots in the arena
-    counters = 4 * rows // _POOL_ALIGN
-    parts = -(-config.intermediate // _TILE_N)  # of a score's gradient
+    counters = 4 * rows // POOL_ALIGN
+    parts = -(-config.intermediate // TILE_N)  # of a score's gradient
     results = rows * (hidden + 4)  # y or dx rows, scores
     return results + max(forward + counters, backward + 2 * counters + rows * 4 * parts)
-
-
-def _align(value: int, to: int) -> int:
-    return (value + to - 1) // to * to
 
 
 def _prepared_bytes(config: MegaMoEConfig, ep_size: int) -> int:
