@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from benchmarks import bench_grouped_gemm as bench
@@ -17,14 +16,6 @@ from benchmarks import one_gpu_reports
 from tests.helpers.groups import align_up
 
 TINY = ["--device", "cpu", "--shapes", "tiny", "--tokens", "64", "--rounds", "3", "--warmups", "1"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def rows_call(a: Tensor, b: Tensor, d: Tensor, ids: Tensor, *, wrong_expert: int = -1) -> None:

@@ -19,14 +19,6 @@ SHAPE = bench.read_shapes()["tiny"]
 ARMS = ("grouped", "unfused-torch", "unfused-torch-local")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def with_exchange(tmp_path: Path) -> Iterator[Place]:
     """The place of a run with a baseline: alone in a process group."""

@@ -17,14 +17,6 @@ SHAPE = bench.read_shapes()["tiny"]
 REST = {"gpu": "none", "driver": None, "torch": "2.9", "commit": "0" * 40, "dirty": True, "time": "2026-11-29T00:00"}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def arguments() -> Any:
     return bench.parse(
         ["step", "--device", "cpu", "--shapes", "tiny", "--tokens", "32", "--arms", "grouped,reference",

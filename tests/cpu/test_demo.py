@@ -8,7 +8,7 @@ import io
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,14 +21,6 @@ from prime_kernels.demo_report import AGREEMENT, WINDOW, Report, largest_differe
 from prime_kernels.errors import UnsupportedConfig
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def arguments(folder: Path, *, steps: int, as_json: bool = True) -> argparse.Namespace:

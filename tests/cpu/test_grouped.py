@@ -19,14 +19,6 @@ from tests.helpers.ranks import make_config, run_layer
 TOKENS, EXPERTS, HIDDEN, INTERMEDIATE = 37, 6, 64, 128
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make_batch(dtype: torch.dtype, low: int = -1, high: int = EXPERTS - 2, topk: int = 3) -> Inputs:
     """Routes that leave the last two experts empty."""
     ids = torch.randint(low, high, (TOKENS, topk), generator=torch.Generator().manual_seed(2))

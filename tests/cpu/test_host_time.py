@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prime_kernels import MegaMoEConfig, mega_moe
-from prime_kernels.moe import cuda_launch, dispatch, ops
+from prime_kernels.moe import dispatch, ops
 from prime_kernels.moe.cuda import CudaBackend
 from prime_kernels.moe.runtime import MegaMoERuntime
 from tests.helpers.fake_loader import FakeLoader
@@ -37,11 +37,7 @@ class Bare(torch.autograd.Function):
 @pytest.fixture
 def layer(monkeypatch):
     """A layer on the cuda backend whose launches end where the host library would begin."""
-    monkeypatch.setattr(cuda_launch, "load_kernel", FakeLoader(keep=False).load_kernel)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    cuda_launch.sm_count.cache_clear()
+    FakeLoader(keep=False).stand_in(monkeypatch)
     config = MegaMoEConfig(
         num_experts=2, topk=2, hidden=64, intermediate=64, max_tokens_per_rank=TOKENS, backend="cuda"
     )

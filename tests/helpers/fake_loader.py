@@ -10,6 +10,9 @@ from threading import get_ident
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
+import pytest
+import torch
+
 from build_tools.entries import Entry, generate
 from build_tools.variants import read_variants
 from prime_kernels.loader.abi import MAP_ALIGN, MAP_BYTES, PkLaunch, PkTensorMap
@@ -18,6 +21,7 @@ from prime_kernels.loader.args import RECORD
 from prime_kernels.loader.launch import Kernel
 from prime_kernels.loader.manifest import ArgField
 from prime_kernels.loader.meta import LaunchMeta, Spec
+from prime_kernels.moe import cuda_launch
 
 VARIANTS = {variant.key: variant for variant in read_variants()}
 
@@ -95,6 +99,14 @@ class FakeLoader:
             lib=SimpleNamespace(pk_host_launch=launch, pk_host_encode_tensor_map=encode),
             error_name=lambda status: "CUDA_ERROR_MADE_UP",
         )
+
+    def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Be the loader of the cuda backend, on a machine that looks like one H200 with stream 7."""
+        monkeypatch.setattr(cuda_launch, "load_kernel", self.load_kernel)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+        properties = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        cuda_launch.sm_count.cache_clear()
 
     def _launch(self, address: int) -> int:
         if self.pause:

@@ -29,18 +29,6 @@ const Case kCases[] = {
     {64, 128, 4, {0, 0, 0}},
 };
 
-moe::GroupedArgs common(const Layer& l, FaultRecord& fault) {
-    moe::GroupedArgs args{};
-    args.counts = l.counts.data();
-    args.starts = l.starts.data();
-    args.row_score = l.score.data();
-    args.fault = &fault;
-    args.num_experts = l.experts();
-    args.alpha = 1.0f;
-    args.clamp = INFINITY;
-    return args;
-}
-
 template <class Kernel>
 void run(const Case& c, const moe::GroupedArgs& args) {
     sim::run_kernel<Kernel>(machine, c.grid, args);
@@ -89,7 +77,7 @@ void run_down(const Case& c) {
     FaultRecord fault{};
     const sim::Tensor a = layer::rows_of(h), b = layer::k_major(w, 0, l.hidden);
     const sim::Tensor out = layer::rows_of(y);
-    moe::GroupedArgs args = common(l, fault);
+    moe::GroupedArgs args = layer::grouped_args(l, fault);
     args.a = sim::map_of(a);
     args.b0 = args.b1 = sim::map_of(b);
     args.out0 = sim::map_of(out);
@@ -112,7 +100,7 @@ void run_gate_up_grad(const Case& c) {
     FaultRecord fault{};
     const sim::Tensor a = layer::rows_of(dz), out = layer::rows_of(dx);
     const sim::Tensor gate = layer::mn_major(w, 0, half), up = layer::mn_major(w, half, half);
-    moe::GroupedArgs args = common(l, fault);
+    moe::GroupedArgs args = layer::grouped_args(l, fault);
     args.a = sim::map_of(a);
     args.b0 = sim::map_of(gate);
     args.b1 = sim::map_of(up);
@@ -142,7 +130,7 @@ void run_gate_up(const Case& c, bool keep_z, bool pulls = false) {
     FaultRecord fault{};
     const sim::Tensor a = layer::rows_of(x), out = layer::rows_of(h), kept = layer::halves_of(z);
     const sim::Tensor gate = layer::k_major(w, 0, half), up = layer::k_major(w, half, half);
-    moe::GroupedArgs args = common(l, fault);
+    moe::GroupedArgs args = layer::grouped_args(l, fault);
     args.a = sim::map_of(a);
     args.b0 = sim::map_of(gate);
     args.b1 = sim::map_of(up);

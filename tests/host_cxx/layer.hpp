@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/types.cuh"
+#include "moe/gemm_args.cuh"
 #include "sim/grid.hpp"
 
 namespace layer {
@@ -163,6 +164,19 @@ inline float dot_t(
 
 inline double sigmoid(double x) {
     return 1.0 / (1.0 + std::exp(-x));
+}
+
+// What every grouped GEMM over the rows of `l` is given; plain SwiGLU.
+inline prime::moe::GroupedArgs grouped_args(const Layer& l, prime::FaultRecord& fault) {
+    prime::moe::GroupedArgs args{};
+    args.counts = l.counts.data();
+    args.starts = l.starts.data();
+    args.row_score = l.score.data();
+    args.fault = &fault;
+    args.num_experts = l.experts();
+    args.alpha = 1.0f;
+    args.clamp = INFINITY;
+    return args;
 }
 
 }  // namespace layer

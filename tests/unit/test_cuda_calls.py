@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from prime_kernels import MegaMoEConfig
 from prime_kernels.loader.prepared import Address, Prepared
-from prime_kernels.moe import cuda_calls, cuda_launch
+from prime_kernels.moe import cuda_calls
 from prime_kernels.moe.backend import Needs
 from prime_kernels.moe.cuda import CudaBackend
 from prime_kernels.moe.cuda_buffers import Workspace
@@ -62,11 +62,7 @@ class Twice(Prepared):
 @pytest.fixture
 def loader(monkeypatch: pytest.MonkeyPatch) -> FakeLoader:
     made = FakeLoader()
-    monkeypatch.setattr(cuda_launch, "load_kernel", made.load_kernel)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    cuda_launch.sm_count.cache_clear()
+    made.stand_in(monkeypatch)
     return made
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from prime_kernels import MegaMoEConfig, SwiGLU, plan_memory
 from prime_kernels.loader import kernels
-from prime_kernels.moe import cuda_launch
 from prime_kernels.moe.backend import Needs
 from prime_kernels.moe.cuda import CudaBackend
 from prime_kernels.moe.cuda_variants import kept_rows, pool_rows
@@ -31,11 +29,7 @@ class Launches(FakeLoader):
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     spy = Launches()
-    monkeypatch.setattr(cuda_launch, "load_kernel", spy.load_kernel)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    cuda_launch.sm_count.cache_clear()
+    spy.stand_in(monkeypatch)
     return spy
 
 

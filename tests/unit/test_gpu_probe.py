@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from benchmarks import gpu_probe
 from prime_kernels import MegaMoEConfig
 from prime_kernels.loader.prepared import Prepared
-from prime_kernels.moe import cuda_calls, cuda_launch
+from prime_kernels.moe import cuda_calls
 from prime_kernels.moe.cuda import CudaBackend
 from tests.helpers.fake_loader import FakeLoader
 
@@ -19,12 +17,8 @@ from tests.helpers.fake_loader import FakeLoader
 @pytest.fixture
 def loader(monkeypatch: pytest.MonkeyPatch) -> FakeLoader:
     made = FakeLoader()
-    monkeypatch.setattr(cuda_launch, "load_kernel", made.load_kernel)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    made.stand_in(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    cuda_launch.sm_count.cache_clear()
     return made
 
 
