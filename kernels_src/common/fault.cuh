@@ -10,7 +10,15 @@
 
 namespace prime {
 
-enum class Role : u32 { kNone = 0, kSchedule = 1, kLoad = 2, kMath = 3 };
+enum class Role : u32 {
+    kNone = 0,
+    kSchedule = 1,
+    kLoad = 2,
+    kMath = 3,
+    kPull = 4,
+    kPlan = 5,
+    kEnd = 6  // the last thread of a launch among peers
+};
 
 // What was waited for.
 enum class Wait : u32 {
@@ -19,7 +27,12 @@ enum class Wait : u32 {
     kTileFree = 2,
     kStageFull = 3,
     kStageFree = 4,
-    kInput = 5
+    kInput = 5,
+    kPeerCounts = 6,
+    kPeerRows = 7,
+    kPeerReady = 8,
+    kPeerDone = 9,
+    kFirstCopy = 10
 };
 
 struct FaultRecord {
@@ -28,14 +41,16 @@ struct FaultRecord {
     u32 role;
     u32 wait;
     u32 bad_ids;  // routing slots that named no expert and were skipped (a count, not a fault)
-    u32 reserved[3];
+    u32 peer;     // 1 + the rank that was waited for; 0: none
+    u32 reserved[2];
 };
 
-PK_DEVICE void record_fault(FaultRecord* record, Role role, Wait wait) {
+PK_DEVICE void record_fault(FaultRecord* record, Role role, Wait wait, u32 peer = 0) {
     if (atomicCAS(&record->code, 0u, 1u) != 0u) return;
     record->cta = blockIdx.x;
     record->role = static_cast<u32>(role);
     record->wait = static_cast<u32>(wait);
+    record->peer = peer;
     __threadfence_system();
 }
 

@@ -18,13 +18,27 @@ struct RowsOut {
     u32 columns;
 };
 
+// Multiplies the fragment's two rows, r and r + 8, with their scores.
+PK_DEVICE void scale_rows(mma::Accum& acc, float first, float second) {
+#pragma unroll
+    for (u32 i = 0; i < mma::kAccum; i += 4) {
+        acc[i] *= first;
+        acc[i + 1] *= first;
+        acc[i + 2] *= second;
+        acc[i + 3] *= second;
+    }
+}
+
 template <bool kScored>
 struct Rows {
     PK_DEVICE static void store(
         const RowsOut& out, const pipeline::Tile& t, const Seat& seat, mma::Accum& acc,
         SlabPair& slabs) {
         const i32 row = t.row + static_cast<i32>(seat.warpgroup * 64);
-        if constexpr (kScored) scale(out.row_score + row, seat, acc);
+        if constexpr (kScored) {
+            const float* score = out.row_score + row + seat.warp * 16 + (seat.lane >> 2);
+            scale_rows(acc, score[0], score[8]);
+        }
 #pragma unroll
         for (u32 block = 0; block < layout::kTileN / 64; ++block) {
             const i32 column = t.n + static_cast<i32>(block * 64);
@@ -36,20 +50,6 @@ struct Rows {
                     ptx::tma_store_2d(&out.rows, slab, column, row);
                 ptx::bulk_commit();
             }
-        }
-    }
-
-private:
-    PK_DEVICE static void scale(const float* scores, const Seat& seat, mma::Accum& acc) {
-        const u32 r = seat.warp * 16 + (seat.lane >> 2);
-        const float s0 = scores[r];
-        const float s1 = scores[r + 8];
-#pragma unroll
-        for (u32 i = 0; i < mma::kAccum; i += 4) {
-            acc[i] *= s0;
-            acc[i + 1] *= s0;
-            acc[i + 2] *= s1;
-            acc[i + 3] *= s1;
         }
     }
 };

@@ -12,10 +12,12 @@
 
 namespace prime::mma {
 
-struct Hopper {
+// kLoad: registers of a thread of the loading warpgroup; the two that multiply share the rest.
+template <u32 kLoad>
+struct HopperWith {
     static constexpr u32 kStageSteps = 4;  // k16 instructions per stage
-    static constexpr u32 kLoadRegisters = 88;
-    static constexpr u32 kMathRegisters = 208;
+    static constexpr u32 kLoadRegisters = kLoad;
+    static constexpr u32 kMathRegisters = (3 * 168 - kLoad) / 16 * 8;
 
     PK_DEVICE static void take_load_registers() { ptx::register_shrink<kLoadRegisters>(); }
 
@@ -47,6 +49,9 @@ struct Hopper {
     }
 };
 
-static_assert(Policy<Hopper>);
+using Hopper = HopperWith<88>;
+// Pulling from peers takes more addresses than copying from one place.
+using HopperPulls = HopperWith<104>;
+static_assert(Policy<Hopper> && Policy<HopperPulls>);
 
 }  // namespace prime::mma

@@ -31,10 +31,15 @@ struct BlockGemm {
         return a + (t.valid > 0 || t.multicast ? 2 * kHalfB : 0);
     }
 
-    PK_DEVICE static void load_a(const Args& args, const Tile& t, i32 k, const StageAddr& at) {
-        if (t.valid > 0) ptx::tma_load_2d(at.a, &args.a, at.bar, k * 64, t.row, ptx::kEvictNormal);
+    PK_DEVICE static void load_rows(
+        const TensorMap* map, const Tile& t, i32 k, const StageAddr& at) {
+        if (t.valid > 0) ptx::tma_load_2d(at.a, map, at.bar, k * 64, t.row, ptx::kEvictNormal);
         if (t.valid > 64)
-            ptx::tma_load_2d(at.a + kHalfA, &args.a, at.bar, k * 64, t.row + 64, ptx::kEvictNormal);
+            ptx::tma_load_2d(at.a + kHalfA, map, at.bar, k * 64, t.row + 64, ptx::kEvictNormal);
+    }
+
+    PK_DEVICE static void load_a(const Args& args, const Tile& t, i32 k, const StageAddr& at) {
+        load_rows(&args.a, t, k, at);
     }
 
     // A is in memory from the start, unless this launch pulls it.

@@ -26,6 +26,8 @@ struct CombineArgs {
     u32 topk;
     u32 hidden;  // multiple of 8
     u32 parts;
+    u32 by_slot;  // 1: the pool is [T, K, H], as peers send results; slot_row only says which exist
+    u32 reserved;
 };
 
 struct Combine {
@@ -52,8 +54,9 @@ struct Combine {
             u32 named = 0;
 #pragma unroll
             for (u32 i = 0; i < kLoads; ++i) {
-                const i32 row = k0 + i < args.topk ? rows[k0 + i] : -1;
+                i32 row = k0 + i < args.topk ? rows[k0 + i] : -1;
                 if (row < 0) continue;
+                if (args.by_slot) row = static_cast<i32>(token * args.topk + k0 + i);
                 named |= 1u << i;
                 held[i] = ptx::ld_nc_v4(
                     args.pool + (static_cast<u64>(row) * args.hidden + column) * sizeof(bf16));

@@ -4,6 +4,7 @@
 // Layer:      moe. Shapes and boxes of the tensor maps are stated here and made in
 //             prime_kernels/moe/cuda_maps.py.
 #pragma once
+#include "../comm/peers.cuh"
 #include "../common/fault.cuh"
 #include "../common/types.cuh"
 
@@ -37,6 +38,33 @@ struct GroupedArgs {
     u32 n_tiles;
     u32 keep_z;  // gate/up: also write z
     u32 pull_bytes;
+    float alpha;
+    float clamp;
+    float up_offset;
+};
+
+// Both GEMMs of the forward in one launch, among peers.
+struct ForwardArgs {
+    TensorMap x;  // rows, in pool order
+    TensorMap gate;
+    TensorMap up;
+    TensorMap h;  // rows: written, then read
+    TensorMap z;  // halves
+    TensorMap down;
+    const i32* counts;           // [E_l]
+    const i32* starts;           // [E_l + 1]
+    const comm::RowEntry* list;  // [pool rows] whose token a row is
+    const comm::Peers* peers;    // in this rank's arena
+    u8* pool;                    // [pool rows, H] where tokens are brought
+    u32* arrivals;               // [pool rows / 64] tokens that are there
+    u32* h_done;                 // [pool rows / 64] tiles of h that are there
+    u32* finished;               // [1] CTAs that are through
+    FaultRecord* fault;
+    u32 num_experts;  // E_l
+    u32 hidden;
+    u32 intermediate;
+    u32 lag;  // experts that the second GEMM stays behind the first
+    u32 keep_z;
     float alpha;
     float clamp;
     float up_offset;

@@ -17,6 +17,12 @@ PK_DEVICE void fence_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+// Orders everything this thread wrote or has seen written with its later accesses, for every GPU
+// of the system.
+PK_DEVICE void fence_sys() {
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
 // Barrier `id` (1..15) among `threads` threads of the CTA.
 PK_DEVICE void named_barrier_sync(u32 id, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -16,6 +16,35 @@ PK_DEVICE void red_add_release_gpu(u32* ptr, u32 v) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
 }
 
+PK_DEVICE u32 ld_acquire_sys(const u32* ptr) {
+    u32 v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(ptr) : "memory");
+    return v;
+}
+
+PK_DEVICE void st_release_sys(u32* ptr, u32 v) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
+}
+
+PK_DEVICE u32 atom_add_acq_rel_gpu(u32* ptr, u32 v) {
+    u32 old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old)
+                 : "l"(ptr), "r"(v)
+                 : "memory");
+    return old;
+}
+
+// 16 bytes that another SM or another GPU may have written during this launch: kept out of L1.
+PK_DEVICE uint4 ld_v4(const void* ptr) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(ptr)
+                 : "memory");
+    return v;
+}
+
 // 16 bytes that no other thread will want again: keeps them out of L1.
 PK_DEVICE uint4 ld_nc_v4(const void* ptr) {
     uint4 v;
@@ -42,6 +71,25 @@ PK_DEVICE void ld_shared_v4(u32 addr, i32& a, i32& b, i32& c, i32& d) {
                  : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
                  : "r"(addr)
                  : "memory");
+}
+
+PK_DEVICE uint4 ld_shared_v4(u32 addr) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(addr)
+                 : "memory");
+    return v;
+}
+
+PK_DEVICE void st_shared_v2(u32 addr, u32 a, u32 b) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(addr), "r"(a), "r"(b) : "memory");
+}
+
+PK_DEVICE u32 ld_shared_u32(u32 addr) {
+    u32 v;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(addr) : "memory");
+    return v;
 }
 
 PK_DEVICE void st_shared_f32x2(u32 addr, float a, float b) {

@@ -20,14 +20,14 @@ namespace prime::roles {
 
 constexpr u32 kGemmThreads = 384;
 
-template <class Op>
+template <class Op, u32 kProtocol = 0>
 PK_HOST_DEVICE constexpr LaunchShape gemm_launch() {
     return LaunchShape{
         .threads = kGemmThreads,
         .smem_bytes = Op::Smem::kBytes,
         .cluster = kPair,
         .min_ctas = 1,
-        .protocol = 0,
+        .protocol = kProtocol,
         .role_threads = {128, 256},
         .role_registers = {Op::Mma::kLoadRegisters, Op::Mma::kMathRegisters}};
 }
@@ -72,6 +72,7 @@ PK_DEVICE void grouped_gemm(const typename Op::Args& args) {
     // A CTA that has left must not be written to: its pair may still release stages here.
     __syncwarp();
     ptx::cluster_sync();
+    if constexpr (requires { Op::finish(args); }) Op::finish(args);
 }
 
 }  // namespace prime::roles

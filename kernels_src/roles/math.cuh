@@ -73,6 +73,9 @@ PK_DEVICE void math(const typename Op::Args& args, u32 base, TileRing tiles, u32
     auto epilogue = Op::make_epilogue(base, seat);
     for (;;) {
         const Tile tile = tiles.pop(waiter);
+        // Before this tile is waited for, which may need what an earlier one has not announced yet.
+        if constexpr (requires { epilogue.settle(args, tile, seat); })
+            epilogue.settle(args, tile, seat);
         // Together, also when only one warp ran out of time: the others would meet it nowhere.
         if (seat.any(tile.k_steps < 0)) break;
         if (!Op::has_rows(args, tile, warpgroup)) {
@@ -90,6 +93,7 @@ PK_DEVICE void math(const typename Op::Args& args, u32 base, TileRing tiles, u32
         epilogue.store(args, tile, seat, acc, waiter);
     }
     if (seat.leader) ptx::bulk_wait<0>();
+    if constexpr (requires { epilogue.finish(); }) epilogue.finish();
 }
 
 }  // namespace prime::roles

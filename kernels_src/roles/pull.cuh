@@ -28,22 +28,28 @@ struct PullList {
 
 // Copies two rows at once: 16 loads of 16 bytes per lane in flight, which is what it takes to hide
 // the memory's latency with two warps per SM (8 KB a warp; with 2 KB the copies reached 350 GB/s on
-// an H200).
-PK_DEVICE void pull_two(const PullList& list, u32 row, i32 first, i32 second, u32 lane) {
+// an H200). A source of null is a row of zeros. kShared: a source may have been written since this
+// launch began.
+template <bool kShared>
+PK_DEVICE void copy_two(u8* dst, u8* dst_b, const u8* a, const u8* b, u32 bytes, u32 lane) {
     constexpr u32 kLoads = 8;
     constexpr u32 kStep = 32 * 16;
-    const uint4 zero{0, 0, 0, 0};
-    u8* dst = list.dst + static_cast<u64>(row) * list.row_bytes + lane * 16;
-    const u8* a = list.src + static_cast<u64>(max_of(first, 0)) * list.row_bytes + lane * 16;
-    const u8* b = list.src + static_cast<u64>(max_of(second, 0)) * list.row_bytes + lane * 16;
-    u8* dst_b = dst + list.row_bytes;
-    u32 left = list.row_bytes;
-    for (; left >= kLoads * kStep; left -= kLoads * kStep) {
+    const bool has_a = a != nullptr;
+    const bool has_b = b != nullptr;
+    const auto load = [](bool exists, const u8* at) {
+        if (!exists) return uint4{0, 0, 0, 0};
+        return kShared ? ptx::ld_v4(at) : ptx::ld_nc_v4(at);
+    };
+    a += lane * 16;
+    b += lane * 16;
+    dst += lane * 16;
+    dst_b += lane * 16;
+    for (; bytes >= kLoads * kStep; bytes -= kLoads * kStep) {
         uint4 held[2][kLoads];
 #pragma unroll
         for (u32 i = 0; i < kLoads; ++i) {
-            held[0][i] = first >= 0 ? ptx::ld_nc_v4(a + i * kStep) : zero;
-            held[1][i] = second >= 0 ? ptx::ld_nc_v4(b + i * kStep) : zero;
+            held[0][i] = load(has_a, a + i * kStep);
+            held[1][i] = load(has_b, b + i * kStep);
         }
 #pragma unroll
         for (u32 i = 0; i < kLoads; ++i) {
@@ -55,9 +61,9 @@ PK_DEVICE void pull_two(const PullList& list, u32 row, i32 first, i32 second, u3
         dst += kLoads * kStep;
         dst_b += kLoads * kStep;
     }
-    for (u32 at = 0; at + lane * 16 < left; at += kStep) {
-        ptx::st_v4(dst + at, first >= 0 ? ptx::ld_nc_v4(a + at) : zero);
-        ptx::st_v4(dst_b + at, second >= 0 ? ptx::ld_nc_v4(b + at) : zero);
+    for (u32 at = 0; at + lane * 16 < bytes; at += kStep) {
+        ptx::st_v4(dst + at, load(has_a, a + at));
+        ptx::st_v4(dst_b + at, load(has_b, b + at));
     }
 }
 
@@ -68,9 +74,14 @@ PK_DEVICE void pull(const PullList& list, u32 pull_warp) {
     for (u32 row = first; row < list.rows; row += stride) {
         const i32 mine = lane < kPullRows ? list.row_src[row + lane] : -1;
         for (u32 i = 0; i < kPullRows; i += 2) {
-            const i32 first = __shfl_sync(~0u, mine, i);
-            const i32 second = __shfl_sync(~0u, mine, i + 1);
-            pull_two(list, row + i, first, second, lane);
+            const auto source = [&](u32 r) {
+                const i32 token = __shfl_sync(~0u, mine, r);
+                return token < 0 ? nullptr : list.src + static_cast<u64>(token) * list.row_bytes;
+            };
+            const u8* a = source(i);
+            const u8* b = source(i + 1);
+            u8* dst = list.dst + static_cast<u64>(row + i) * list.row_bytes;
+            copy_two<false>(dst, dst + list.row_bytes, a, b, list.row_bytes, lane);
         }
         if (list.arrivals == nullptr) continue;
         // Each lane's plain stores before the TMA loads of whoever sees the counter.

@@ -112,6 +112,37 @@ PK_DEVICE void schedule_blocks(const BlockList& list, TileRing ring, Waiter wait
     if (lane == 0) ring.push(waiter, Tile{.k_steps = -1});
 }
 
+// Two GEMMs of which the second reads what the first wrote: segment s is expert s of the first,
+// then expert s - lag of the second. Every wait points backwards in this order, so the earliest
+// unfinished tile can always run.
+struct ChainSizes {
+    const BlockList& first;
+    const BlockList& second;
+    u32 lag;
+
+    PK_DEVICE u32 of_first(u32 s) const { return s < first.num_experts ? BlockSizes{first}(s) : 0; }
+
+    PK_DEVICE u32 operator()(u32 s) const {
+        return of_first(s) + (s >= lag ? BlockSizes{second}(s - lag) : 0);
+    }
+};
+
+PK_DEVICE void schedule_chain(
+    const BlockList& first, const BlockList& second, u32 lag, TileRing ring, Waiter waiter) {
+    const u32 lane = threadIdx.x & 31;
+    const u32 rank = ptx::cluster_cta_rank();
+    const ChainSizes sizes{first, second, lag};
+    SegmentWindow<ChainSizes> window{sizes, first.num_experts + lag, lane};
+    window.for_each(blockIdx.x / kPair, gridDim.x / kPair, [&](u32 s, u32 local) {
+        if (lane != 0) return;
+        const u32 firsts = sizes.of_first(s);
+        const Tile tile = local < firsts ? block_tile(first, s, local, rank, 0)
+                                         : block_tile(second, s - lag, local - firsts, rank, 1);
+        ring.push(waiter, tile);
+    });
+    if (lane == 0) ring.push(waiter, Tile{.k_steps = -1});
+}
+
 struct WeightList {
     const i32* counts;
     const i32* starts;

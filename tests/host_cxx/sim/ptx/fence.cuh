@@ -13,6 +13,8 @@ inline void fence_async_shared() {
 
 inline void fence_async_global() {}
 
+inline void fence_sys() {}
+
 inline void named_barrier_sync(u32 id, u32 threads) {
     sim::machine->meet(sim::named(id), threads, "named_barrier_sync");
 }

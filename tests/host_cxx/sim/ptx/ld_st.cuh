@@ -11,6 +11,24 @@ inline u32 ld_acquire_gpu(const u32* ptr) {
     return *ptr;
 }
 
+inline u32 ld_acquire_sys(const u32* ptr) {
+    sim::machine->poll("ld_acquire_sys");
+    return *ptr;
+}
+
+inline void st_release_sys(u32* ptr, u32 v) {
+    *ptr = v;
+    sim::machine->happened();
+}
+
+inline u32 atom_add_acq_rel_gpu(u32* ptr, u32 v) {
+    return atomicAdd(ptr, v);
+}
+
+inline uint4 ld_v4(const void* ptr) {
+    return *static_cast<const uint4*>(ptr);
+}
+
 inline void red_add_release_gpu(u32* ptr, u32 v) {
     atomicAdd(ptr, v);
 }
@@ -32,6 +50,23 @@ inline void ld_shared_v4(u32 addr, i32& a, i32& b, i32& c, i32& d) {
     i32 words[4];
     std::memcpy(words, sim::memory.at(addr, sizeof(words)), sizeof(words));
     a = words[0], b = words[1], c = words[2], d = words[3];
+}
+
+inline uint4 ld_shared_v4(u32 addr) {
+    uint4 v;
+    std::memcpy(&v, sim::memory.at(addr, sizeof(v)), sizeof(v));
+    return v;
+}
+
+inline void st_shared_v2(u32 addr, u32 a, u32 b) {
+    const u32 words[2] = {a, b};
+    sim::memory.write(addr, words, sizeof(words));
+}
+
+inline u32 ld_shared_u32(u32 addr) {
+    u32 v;
+    std::memcpy(&v, sim::memory.at(addr, sizeof(v)), sizeof(v));
+    return v;
 }
 
 inline void st_shared_f32x2(u32 addr, float a, float b) {

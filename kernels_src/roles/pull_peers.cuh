@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// roles/pull_peers.cuh: warps that bring token rows from their owners' arenas into pool order while
+// the others multiply.
+//
+// Layer:      roles (arch-free). Two warps of every CTA, converged.
+//
+// A token is read from its owner once; its further rows here are copied from the first. Pulls wait
+// for the owner's flag and for rows that stand earlier in the pool, never for a tile.
+//
+// Invariants: as in roles/pull.cuh. Every warp takes its rows in pool order and a copy refers to an
+//             earlier block of 64, so the earliest row that is missing can always be pulled.
+#pragma once
+#include "../comm/pace.cuh"
+#include "../comm/peers.cuh"
+#include "../pipeline/wait.cuh"
+#include "pull.cuh"
+
+namespace prime::roles {
+
+struct PeerPull {
+    const comm::Peers& peers;
+    u64 region;                  // of the tokens in an arena: peers.tokens or peers.grads
+    const comm::RowEntry* list;  // [pool rows]
+    u8* dst;                     // [pool rows, row_bytes]
+    u32* arrivals;               // [pool rows / 64]
+    u32 row_bytes;
+    u32 rows;  // of the pool that are in use, multiple of 64
+    FaultRecord* fault;
+};
+
+// Where a row is to be had, in one register: rank << 28 | token, or one of these instead of a rank.
+constexpr u32 kFromShift = 28;
+constexpr u32 kFromPool = comm::kMaxPeers;  // behind it: the pool row of the token's first copy
+constexpr u32 kFromNowhere = 15;            // padding: zeros
+
+PK_DEVICE u32 source_of(const PeerPull& pull, u32 row) {
+    const uint4 entry = ptx::ld_nc_v4(pull.list + row);
+    if (entry.x == comm::kNoRow) return kFromNowhere << kFromShift;
+    if (static_cast<i32>(entry.z) >= 0) return kFromPool << kFromShift | entry.z;
+    return entry.x >> 24 << kFromShift | (entry.x & 0xFFFFFF);
+}
+
+PK_DEVICE const u8* address_of(const PeerPull& pull, u32 source) {
+    const u32 from = source >> kFromShift;
+    if (from == kFromNowhere) return nullptr;
+    const u64 offset = static_cast<u64>(source & ((1u << kFromShift) - 1)) * pull.row_bytes;
+    if (from == kFromPool) return pull.dst + offset;
+    return reinterpret_cast<const u8*>(pull.peers.arena[from]) + pull.region + offset;
+}
+
+// Until the row may be read where it is; false when the time ran out.
+PK_DEVICE bool wait_source(const PeerPull& pull, u32 source) {
+    const u32 from = source >> kFromShift;
+    if (from == kFromPool) {
+        pipeline::Waiter waiter{pull.fault, Role::kPull};
+        const u32 block = (source & ((1u << kFromShift) - 1)) / kArrivalRows;
+        waiter.wait_counters(pull.arrivals + block, false, kArrivalRows, Wait::kFirstCopy);
+        return !waiter.dead;
+    }
+    if (from == kFromNowhere || from == static_cast<u32>(pull.peers.rank)) return true;
+    comm::PeerWaiter waiter{pull.peers, pull.fault, Role::kPull};
+    waiter.wait(comm::Flag::kReady, from, comm::epoch_of(pull.peers), Wait::kPeerReady);
+    return !waiter.dead;
+}
+
+PK_DEVICE void pull_from_peers(const PeerPull& pull, u32 pull_warp) {
+    const u32 lane = threadIdx.x & 31;
+    const u32 stride = gridDim.x * kPullWarps * kPullRows;
+    const u32 begin = (pull_warp * gridDim.x + blockIdx.x) * kPullRows;
+    for (u32 row = begin; row < pull.rows; row += stride) {
+        const u32 mine =
+            lane < kPullRows ? source_of(pull, row + lane) : kFromNowhere << kFromShift;
+        if (__ballot_sync(~0u, !wait_source(pull, mine)) != 0) return;
+#pragma unroll 1
+        for (u32 i = 0; i < kPullRows; i += 2) {
+            const u8* a = address_of(pull, __shfl_sync(~0u, mine, i));
+            const u8* b = address_of(pull, __shfl_sync(~0u, mine, i + 1));
+            u8* dst = pull.dst + static_cast<u64>(row + i) * pull.row_bytes;
+            copy_two<true>(dst, dst + pull.row_bytes, a, b, pull.row_bytes, lane);
+        }
+        if (pull.peers.bytes_per_us != 0) {
+            const u32 rank = static_cast<u32>(pull.peers.rank);
+            const u32 from = mine >> kFromShift;
+            comm::wait_until(
+                comm::book_lanes(
+                    pull.peers, from < comm::kMaxPeers ? from : rank, rank, pull.row_bytes));
+        }
+        // Each lane's plain stores before the TMA loads of whoever sees the counter.
+        ptx::fence_async_global();
+        __syncwarp();
+        if (lane == 0) ptx::red_add_release_gpu(pull.arrivals + row / kArrivalRows, kPullRows);
+    }
+}
+
+}  // namespace prime::roles
