@@ -31,6 +31,10 @@ struct GroupedArgs {
     const i32* row_src;      // [pool rows] token of a row, -1: padding
     u32* arrivals;           // [pool rows / 64], when `a` is what is pulled; else null
     FaultRecord* fault;
+    const comm::RowEntry* list;  // [pool rows] whose token a row is; from here on among peers only
+    const comm::Peers* peers;    // in this rank's arena
+    u32* copied;                 // [pool rows / 64] rows that are pulled, whoever waits for them
+    u32* finished;               // [1] CTAs that are through
     u32 num_experts;
     u32 k_steps;  // 64-wide steps of the whole reduction
     u32 split;    // steps that read b0; the rest read b1
@@ -38,6 +42,8 @@ struct GroupedArgs {
     u32 n_tiles;
     u32 keep_z;  // gate/up: also write z
     u32 pull_bytes;
+    u32 pull_grads;  // 1: dy is pulled, 0: x
+    u32 parts;       // of a score's gradient
     float alpha;
     float clamp;
     float up_offset;

@@ -30,9 +30,8 @@ struct PullList {
 // the memory's latency with two warps per SM (8 KB a warp; with 2 KB the copies reached 350 GB/s on
 // an H200). A source of null is a row of zeros. kShared: a source may have been written since this
 // launch began.
-template <bool kShared>
+template <bool kShared, u32 kLoads = 8>
 PK_DEVICE void copy_two(u8* dst, u8* dst_b, const u8* a, const u8* b, u32 bytes, u32 lane) {
-    constexpr u32 kLoads = 8;
     constexpr u32 kStep = 32 * 16;
     const bool has_a = a != nullptr;
     const bool has_b = b != nullptr;

@@ -63,6 +63,7 @@ PK_DEVICE bool wait_source(const PeerPull& pull, u32 source) {
     return !waiter.dead;
 }
 
+template <u32 kLoads = 8>
 PK_DEVICE void pull_from_peers(const PeerPull& pull, u32 pull_warp) {
     const u32 lane = threadIdx.x & 31;
     const u32 stride = gridDim.x * kPullWarps * kPullRows;
@@ -76,7 +77,7 @@ PK_DEVICE void pull_from_peers(const PeerPull& pull, u32 pull_warp) {
             const u8* a = address_of(pull, __shfl_sync(~0u, mine, i));
             const u8* b = address_of(pull, __shfl_sync(~0u, mine, i + 1));
             u8* dst = pull.dst + static_cast<u64>(row + i) * pull.row_bytes;
-            copy_two<true>(dst, dst + pull.row_bytes, a, b, pull.row_bytes, lane);
+            copy_two<true, kLoads>(dst, dst + pull.row_bytes, a, b, pull.row_bytes, lane);
         }
         if (pull.peers.bytes_per_us != 0) {
             const u32 rank = static_cast<u32>(pull.peers.rank);

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     BufferOrPair = Buffer | tuple[Buffer, Buffer]
 
 _PLAN_CTAS = 8  # one cluster
+# Fields of GroupedArgs that only launches among peers use.
+_NO_PEERS = {"list": 0, "peers": 0, "copied": 0, "finished": 0, "pull_grads": 0, "parts": 0}
 _COUNTER_ROWS = 64  # kArrivalRows of kernels_src/roles/pull.cuh
 
 
@@ -161,6 +163,7 @@ class Recorder:
             "row_src": self._plan.row_src,
             "arrivals": address(pull and pull.arrivals),
             "fault": self._fault,
+            **_NO_PEERS,
             "num_experts": self.config.num_experts,
             "k_steps": k_steps,
             "split": k_steps,
