@@ -138,6 +138,8 @@ class Recorder:
             "topk": self.config.topk,
             "hidden": self.config.hidden,
             "parts": parts.shape[1] if wants and parts is not None else 0,
+            "by_slot": 0,
+            "reserved": 0,
         }
         self._run(COMBINE, 8 * self._sms, args)
 
