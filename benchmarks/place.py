@@ -49,6 +49,12 @@ def process_group(device: torch.device, folder: Path, *, rank: int = 0, ranks: i
     )
     group = dist.group.WORLD
     assert group is not None
-    yield group
-    # Not after an exception: it could wait for ranks that are still in the middle of something.
+    try:
+        yield group
+    except BaseException:
+        # Not among several: it could wait for ranks that are still in the middle of something. Left alone, the
+        # process of one rank would stay for minutes.
+        if ranks == 1:
+            dist.destroy_process_group()
+        raise
     dist.destroy_process_group()

@@ -44,20 +44,19 @@ struct Forward {
             comm::tell(
                 *args.peers, threadIdx.x & 31, comm::Flag::kReady, comm::epoch_of(*args.peers));
         __syncwarp();
-        const roles::BlockList gate_up{
-            args.counts,      args.starts,
-            args.num_experts, ceil_div(args.intermediate, kGateUpColumns),
-            args.hidden / 64, args.intermediate,
-            kGateUpColumns};
-        const roles::BlockList down{
-            args.counts,
-            args.starts,
-            args.num_experts,
-            ceil_div(args.hidden, kDownColumns),
-            args.intermediate / 64,
-            args.hidden,
-            kDownColumns};
-        roles::schedule_chain(gate_up, down, args.lag, ring, waiter);
+        const auto list = [&](u32 depth, u32 columns, u32 tile_columns) {
+            return roles::BlockList{
+                args.counts,
+                args.starts,
+                args.num_experts,
+                ceil_div(columns, tile_columns),
+                args.only_moves != 0 ? 0 : depth / 64,
+                columns,
+                tile_columns};
+        };
+        roles::schedule_chain(
+            list(args.hidden, args.intermediate, kGateUpColumns),
+            list(args.intermediate, args.hidden, kDownColumns), args.lag, ring, waiter);
     }
 
     PK_DEVICE static void pull(const Args& args, u32 warp) {

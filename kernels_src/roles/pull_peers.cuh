@@ -72,6 +72,8 @@ PK_DEVICE void pull_from_peers(const PeerPull& pull, u32 pull_warp) {
         const u32 mine =
             lane < kPullRows ? source_of(pull, row + lane) : kFromNowhere << kFromShift;
         if (__ballot_sync(~0u, !wait_source(pull, mine)) != 0) return;
+        // What each lane acquired, for the loads of all.
+        __syncwarp();
 #pragma unroll 1
         for (u32 i = 0; i < kPullRows; i += 2) {
             const u8* a = address_of(pull, __shfl_sync(~0u, mine, i));
