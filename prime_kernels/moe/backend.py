@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from prime_kernels.moe.abort import PeerChannel
     from prime_kernels.moe.config import MegaMoEConfig
+    from prime_kernels.peers.base import PeerMemory
 
     # Packed [E_l, 2I, H] (gate rows, then up rows), or (w_gate, w_up) each [E_l, I, H]. Both are zero-copy.
     Weights: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -48,6 +49,9 @@ class Needs(NamedTuple):
 
 class RuntimeView(Protocol):
     """The part of `MegaMoERuntime` a backend may read."""
+
+    peers: PeerMemory | None
+    """Memory of the ranks of a group; given with virtual ranks, else what `open` of a backend that has any sets."""
 
     @property
     def config(self) -> MegaMoEConfig: ...

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backend "cuda": the layer on the packed kernels, one rank holding all experts.
+"""Backend "cuda": the layer on the packed kernels. Among peers: cuda_peers.py.
 
-Forward: plan (gives every slot a pool row), gate_up (pulls rows of x), down, combine. Backward: prepare, gate_up where
-z was not kept, down_grad (pulls dy), gate_up_grad (pulls x unless it was kept), wgrad, combine. Nothing reads a count
-on the host.
+Forward of one rank: plan (gives every slot a pool row), gate_up (pulls rows of x), down, combine. Backward: prepare,
+gate_up where z was not kept, down_grad (pulls dy), gate_up_grad (pulls x unless it was kept), wgrad, combine. Nothing
+reads a count on the host.
 
 The pool holds rows grouped by expert, each expert starting at a multiple of 64 rows. The plan is
 [counts E | starts E + 1 | pool row of every slot T*K | token of every pool row]. `preact` is z [pool rows, 2I],
@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prime_kernels.errors import LaunchError, PrimeKernelsError, ShapeError
+from prime_kernels.errors import PrimeKernelsError
+from prime_kernels.moe import cuda_peers
 from prime_kernels.moe.backend import Backend, BackwardResult, ForwardResult, Needs
 from prime_kernels.moe.cuda_calls import BackwardAddresses, BackwardShape, Calls, ForwardAddresses, ForwardShape
+from prime_kernels.moe.cuda_faults import FAULT_WORDS, fault_error
 from prime_kernels.moe.cuda_variants import address, kernel_keys, plan_numel, preact_shape, split
+from prime_kernels.peers.arena import MAX_PEERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,13 +33,10 @@ if TYPE_CHECKING:
     from prime_kernels.moe.config import MegaMoEConfig
 
 MAX_EXPERTS = 4096  # kMaxExperts of kernels_src/moe/plan.cuh
-_FAULT_WORDS = 8  # FaultRecord of kernels_src/common/fault.cuh
-_ROLES = {1: "schedule", 2: "load", 3: "math"}
-_WAITS = {1: "a tile", 2: "room in the tile list", 3: "operands", 4: "a free stage", 5: "saved activations"}
 
 
 class CudaBackend(Backend):
-    """BF16 on Hopper, ep_size 1."""
+    """BF16 on Hopper; groups of up to 8 ranks, forward only."""
 
     name = "cuda"
 
@@ -66,31 +66,38 @@ class CudaBackend(Backend):
     def unsupported_reason(self, config: MegaMoEConfig, *, ep_size: int, device: torch.device) -> str | None:
         if config.precision != "bf16":
             return f'precision="{config.precision}" has no kernel; backend="cuda" needs precision="bf16".'
-        if ep_size != 1:
-            return f'ep_size={ep_size} has no fused kernel yet; need ep_size=1, or backend="grouped".'
+        if ep_size > MAX_PEERS:
+            return (
+                f"ep_size={ep_size}; the fused kernels connect at most {MAX_PEERS} ranks. Use a smaller group, or "
+                'backend="grouped".'
+            )
         if config.num_experts > MAX_EXPERTS:
-            return f"num_experts={config.num_experts}; the kernels take at most {MAX_EXPERTS} on one rank."
-        return None
+            return f"num_experts={config.num_experts}; the kernels take at most {MAX_EXPERTS}."
+        return None if ep_size == 1 else cuda_peers.unsupported_reason(config, ep_size)
 
     def plan_numel(self, config: MegaMoEConfig, *, num_tokens: int, ep_size: int) -> int:
-        return plan_numel(config, num_tokens)
+        return plan_numel(config, num_tokens, ep_size)
 
     def preact_shape(self, config: MegaMoEConfig, *, num_tokens: int, ep_size: int, save: str) -> tuple[int, int]:
-        return preact_shape(config, num_tokens, save)
+        return preact_shape(config, num_tokens, save, ep_size)
 
     def open(self, runtime: RuntimeView) -> None:
         # Host memory that the device writes: readable without a synchronisation, and after a fault.
-        self._faults[runtime] = torch.zeros(_FAULT_WORDS, dtype=torch.int32, pin_memory=True)
+        self._faults[runtime] = torch.zeros(FAULT_WORDS, dtype=torch.int32, pin_memory=True)
+        runtime.peers = cuda_peers.open_peers(runtime, self._faults[runtime])
 
     def close(self, runtime: RuntimeView, *, abort: bool) -> None:
         self._calls.pop(runtime, None)
         self._faults.pop(runtime, None)
+        if runtime.peers is not None:
+            runtime.peers.close()
 
     def _calls_of(self, runtime: RuntimeView) -> Calls:
         calls = self._calls.get(runtime)
         if calls is None:
             # Holds no runtime, which could never go while its own entry here refers to it.
-            made = Calls(runtime.config, runtime.device.index, self._faults[runtime].data_ptr())
+            own = runtime.config, runtime.device.index, self._faults[runtime].data_ptr()
+            made = Calls(*own) if runtime.peers is None else cuda_peers.PeerCalls(*own, runtime.peers)
             calls = self._calls.setdefault(runtime, made)
         return calls
 
@@ -102,23 +109,10 @@ class CudaBackend(Backend):
 
     def check(self, runtime: RuntimeView) -> None:
         record = self._faults[runtime]
-        code, cta, role, wait, bad_ids = record[:5].tolist()
+        error = fault_error(record.tolist(), runtime)
         record.zero_()
-        if code:
-            raise LaunchError(
-                f"a kernel gave up after 20 s: the {_ROLES.get(role, role)} role of CTA {cta} waited for "
-                f"{_WAITS.get(wait, wait)}; its output is not valid.",
-                code="E44",
-                facts={"cta": cta, "role": role, "wait": wait},
-                remedy="Report it with `prime-kernels doctor --json`. A GPU halted by a debugger looks the same.",
-            )
-        if bad_ids:
-            raise ShapeError(
-                f"topk_ids held {bad_ids} ids outside [-1, {runtime.config.num_experts}) since the last check; "
-                "those slots were skipped.",
-                facts={"argument": "topk_ids", "got": bad_ids},
-                remedy="Fix the router, or set validate=True to find the call.",
-            )
+        if error is not None:
+            raise error
 
     def forward(
         self,
@@ -132,7 +126,7 @@ class CudaBackend(Backend):
         save: str,
         prepared: tuple[Tensor, ...] | None = None,
     ) -> ForwardResult:
-        experts, device = runtime.config.num_experts, x.device
+        device = x.device
         gate_up, up = split(w_gate_up)
         shape = ForwardShape(x.shape[0], save, up is not None, topk_ids.dtype == torch.int64)
         call = self._calls_of(runtime).of(shape)
@@ -141,8 +135,8 @@ class CudaBackend(Backend):
             preact = torch.empty(call.preact_shape, dtype=torch.bfloat16, device=device)
         y = torch.empty_like(x)
         plan = torch.empty(call.plan_numel, dtype=torch.int32, device=device)
-        sent = torch.empty(experts, dtype=torch.int32, device=device)
-        received = torch.empty(experts, dtype=torch.int32, device=device)
+        sent = torch.empty(runtime.config.num_experts, dtype=torch.int32, device=device)
+        received = torch.empty(runtime.num_local_experts, dtype=torch.int32, device=device)
         work = torch.empty(call.work_bytes, dtype=torch.uint8, device=device)
         addresses = ForwardAddresses(
             x=x.data_ptr(),

@@ -16,7 +16,7 @@ import torch
 from prime_kernels.loader.prepared import Prepared
 from prime_kernels.moe.cuda_buffers import Buffer
 from prime_kernels.moe.cuda_launch import Recorder
-from prime_kernels.moe.cuda_variants import TILE_N, Pull, kept_rows, plan_numel, pool_rows, preact_shape
+from prime_kernels.moe.cuda_variants import TILE_N, Pull, kept_rows, pool_rows, preact_shape
 from prime_kernels.moe.streams import current_stream
 
 if TYPE_CHECKING:
@@ -92,8 +92,9 @@ class PreparedCall:
 
     def __init__(self, recorder: Recorder, slots: tuple[str, ...], save: str = "inputs") -> None:
         self.work_bytes = recorder.work.bytes
-        self.plan_numel = plan_numel(recorder.config, recorder.tokens)
-        self.preact_shape = None if save == "inputs" else preact_shape(recorder.config, recorder.tokens, save)
+        self.plan_numel = recorder.plan_numel
+        sizes = recorder.config, recorder.tokens, save, recorder.ep_size
+        self.preact_shape = None if save == "inputs" else preact_shape(*sizes)
         self._prepared = Prepared(recorder.steps, slots)
 
     def launch(self, device: torch.device, addresses: ForwardAddresses | BackwardAddresses) -> None:
@@ -118,22 +119,24 @@ class Calls(threading.local):
         return known if known is not None else self._prepare(shape)
 
     def _prepare(self, shape: ForwardShape | BackwardShape) -> PreparedCall:
-        recorder = Recorder(self._config, self._index, self._fault, shape.tokens, Buffer.of("plan"))
-        if isinstance(shape, ForwardShape):
-            record_forward(recorder, shape)
-            made = PreparedCall(recorder, ForwardAddresses._fields, shape.save)
-        else:
-            record_backward(recorder, shape)
-            made = PreparedCall(recorder, BackwardAddresses._fields)
+        made = self._make(shape)
         while len(self._known) >= _MOST_SHAPES:
             del self._known[next(iter(self._known))]
         self._known[shape] = made
         return made
 
+    def _make(self, shape: ForwardShape | BackwardShape) -> PreparedCall:
+        recorder = Recorder(self._config, self._index, self._fault, shape.tokens, Buffer.of("plan"))
+        if isinstance(shape, ForwardShape):
+            record_forward(recorder, shape)
+            return PreparedCall(recorder, ForwardAddresses._fields, shape.save)
+        record_backward(recorder, shape)
+        return PreparedCall(recorder, BackwardAddresses._fields)
 
-def _gate_up(config: MegaMoEConfig, pair: bool, prefix: str, itemsize: int = 2) -> Buffer | tuple[Buffer, Buffer]:
-    """[E, 2I, H], or gate and up [E, I, H]: weights or their gradients."""
-    experts, inter, hidden = config.num_experts, config.intermediate, config.hidden
+
+def gate_up_of(call: Recorder, pair: bool, prefix: str, itemsize: int = 2) -> Buffer | tuple[Buffer, Buffer]:
+    """[E_l, 2I, H], or gate and up [E_l, I, H]: weights or their gradients."""
+    experts, inter, hidden = call.experts, call.config.intermediate, call.config.hidden
     first, second = f"{prefix}w_gate_up", f"{prefix}w_up"
     if not pair:
         return Buffer.of(first, experts, 2 * inter, hidden, itemsize=itemsize)
@@ -156,7 +159,7 @@ def record_forward(call: Recorder, shape: ForwardShape) -> None:
     x_rows = take(pool, hidden) if kept is None else kept
     h, y_rows = take(pool, inter), take(pool, hidden)
     call.make_plan(ids, weights, counts, score, counters)
-    call.gate_up(Pull(x, x_rows, counters.row(0)), _gate_up(config, shape.pair, ""), h, preact)
+    call.gate_up(Pull(x, x_rows, counters.row(0)), gate_up_of(call, shape.pair, ""), h, preact)
     call.down(h, Buffer.of("w_down", experts, hidden, inter), score, y_rows)
     call.combine(y_rows, y)
 
@@ -167,7 +170,7 @@ def record_backward(call: Recorder, shape: BackwardShape) -> None:
     experts, hidden, inter = config.num_experts, config.hidden, config.intermediate
     pool = pool_rows(config, tokens)
     dy, x = Buffer.of("dy", tokens, hidden), Buffer.of("x", tokens, hidden)
-    weights, w_down = _gate_up(config, shape.pair, ""), Buffer.of("w_down", experts, hidden, inter)
+    weights, w_down = gate_up_of(call, shape.pair, ""), Buffer.of("w_down", experts, hidden, inter)
     preact = Buffer.of("preact", pool, shape.saved) if shape.saved else None
     x_rows: Buffer | None = kept_rows(preact, pool, config)
     score, counters = take(pool, itemsize=4), call.counters(pool, 2)
@@ -192,7 +195,7 @@ def record_backward(call: Recorder, shape: BackwardShape) -> None:
         call.gather(x, x_rows)
     if needs.w_gate_up or needs.w_down:
         size = 4 if shape.fp32 else 2
-        dw_gate_up = _gate_up(config, shape.pair, "d", size) if needs.w_gate_up else None
+        dw_gate_up = gate_up_of(call, shape.pair, "d", size) if needs.w_gate_up else None
         dw_down = Buffer.of("dw_down", experts, hidden, inter, itemsize=size) if needs.w_down else None
         call.wgrad((dz, x_rows, dy_rows, scaled), dw_gate_up, dw_down, fp32=shape.fp32)
     if needs.topk_weights:

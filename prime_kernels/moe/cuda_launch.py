@@ -24,6 +24,7 @@ from prime_kernels.moe.cuda_variants import (
     Pull,
     address,
     gemm_key,
+    plan_numel,
     split,
 )
 
@@ -50,21 +51,28 @@ class Recorder:
     Attributes:
         config: Of the runtime.
         tokens: T of the call.
+        ep_size: Ranks of the group.
+        experts: Of this rank.
+        plan_numel: Length of the plan.
         work: Temporaries of the call.
         steps: The launches so far.
     """
 
-    def __init__(self, config: MegaMoEConfig, index: int, fault: int, tokens: int, plan: Operand) -> None:
-        self.config, self.tokens = config, tokens
+    def __init__(
+        self, config: MegaMoEConfig, index: int, fault: int, tokens: int, plan: Operand, ep_size: int = 1
+    ) -> None:
+        self.config, self.tokens, self.ep_size = config, tokens, ep_size
+        self.experts = config.num_experts // ep_size
+        self.plan_numel = plan_numel(config, tokens, ep_size)
         self.work = Workspace("work")
         self.steps: list[Step] = []
         self._index, self._fault = index, fault
-        available = sm_count(index) - config.reserved_sms(1)
+        available = sm_count(index) - config.reserved_sms(ep_size)
         self._sms = max(2, min(config.num_sms or available, available))
         act = config.activation
         clamp = math.inf if act.clamp is None else act.clamp
         self._activation = {"alpha": act.alpha, "clamp": clamp, "up_offset": act.up_offset}
-        self._plan = PlanView.of(plan, config.num_experts, tokens * config.topk)
+        self._plan = PlanView.of(plan, self.experts, tokens * config.topk)
 
     def counters(self, pool: int, sets: int) -> Buffer:
         """Counters of 64 pool rows each; the plan kernel or `prepare` zeroes them."""
@@ -124,9 +132,18 @@ class Recorder:
         self._run(GATHER, 8 * self._sms, args)
 
     def combine(
-        self, pool: Buffer | None, y: Buffer | None, parts: Buffer | None = None, dscore: Buffer | None = None
+        self,
+        pool: Buffer | None,
+        y: Buffer | None,
+        parts: Buffer | None = None,
+        dscore: Buffer | None = None,
+        *,
+        by_slot: bool = False,
     ) -> None:
-        """y from the pool, and the scores' gradients from their parts, whichever are asked for."""
+        """y from the pool, and the scores' gradients from their parts, whichever are asked for.
+
+        `by_slot`: the pool is [T*K, H], a row per slot, as peers send results.
+        """
         wants = dscore is not None and parts is not None
         args = {
             "pool": address(pool),
@@ -138,7 +155,7 @@ class Recorder:
             "topk": self.config.topk,
             "hidden": self.config.hidden,
             "parts": parts.shape[1] if wants and parts is not None else 0,
-            "by_slot": 0,
+            "by_slot": int(by_slot),
             "reserved": 0,
         }
         self._run(COMBINE, 8 * self._sms, args)
@@ -166,7 +183,7 @@ class Recorder:
             "arrivals": address(pull and pull.arrivals),
             "fault": self._fault,
             **_NO_PEERS,
-            "num_experts": self.config.num_experts,
+            "num_experts": self.experts,
             "k_steps": k_steps,
             "split": k_steps,
             "columns": columns,
@@ -257,7 +274,7 @@ class Recorder:
             "counts": self._plan.counts,
             "starts": self._plan.starts,
             "fault": self._fault,
-            "num_experts": config.num_experts,
+            "num_experts": self.experts,
             "hidden": config.hidden,
             "intermediate": config.intermediate,
             "do_gate_up": int(dw_gate_up is not None),

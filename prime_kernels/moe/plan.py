@@ -6,14 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prime_kernels.errors import UnsupportedConfig
-from prime_kernels.moe.backend import preact_rows
 from prime_kernels.moe.config import MegaMoEConfig, common_reason
-from prime_kernels.moe.cuda_variants import POOL_ALIGN, TILE_N, plan_numel
-from prime_kernels.moe.cuda_variants import pool_rows as one_rank_rows
-
-_LINE = 128  # one flag per cache line
-_HEADER = 4096
-_PLAN_BYTES_PER_ROW = 16
+from prime_kernels.moe.cuda_variants import POOL_ALIGN, TILE_N, arena_layout, plan_numel, pool_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +19,7 @@ class MemoryPlan:
         workspace_bytes: Temporaries of the larger of forward and backward, shared by all layers.
         saved_bytes_per_layer: What autograd keeps between forward and backward, per layer and microbatch.
         prepared_bytes_per_layer: Quantised weights beside the bf16 ones; 0 for bf16.
-        pool_rows: Rows of the local pool; more routed rows mean more passes.
+        pool_rows: Rows of the local pool, which holds whatever the routing sends here.
         max_recv_rows: Rows this rank receives when every rank sends it everything.
     """
 
@@ -68,12 +62,8 @@ def plan_memory(config: MegaMoEConfig, *, ep_size: int = 1) -> MemoryPlan:
     if reason is not None:
         raise UnsupportedConfig(reason, facts={"ep_size": ep_size})
     tokens, topk = config.max_tokens_per_rank, config.topk
-    if ep_size == 1:
-        rows = one_rank_rows(config, tokens)
-        plan = 4 * plan_numel(config, tokens)
-    else:
-        rows = preact_rows(config, num_tokens=tokens, ep_size=ep_size)
-        plan = _PLAN_BYTES_PER_ROW * rows
+    rows = pool_rows(config, tokens, ep_size)
+    plan = 4 * plan_numel(config, tokens, ep_size)
     saved = tokens * config.hidden * 2 + tokens * topk * (8 + 4) + plan
     if config.save != "inputs":
         saved += rows * 2 * config.intermediate * 2
@@ -93,10 +83,7 @@ def _symmetric_bytes(config: MegaMoEConfig, ep_size: int) -> int:
     """The arena; 0 without peers and for backends that use ordinary collectives."""
     if ep_size == 1 or config.backend in ("grouped", "reference"):
         return 0
-    tokens, routes, hidden = config.max_tokens_per_rank, config.max_tokens_per_rank * config.topk, config.hidden
-    flags = (2 + 2 + 1) * ep_size * _LINE  # plan and ready in two banks, done in one
-    ids_and_scores = 2 * routes * (2 + 4)  # two banks of u16 and fp32
-    return _HEADER + flags + ids_and_scores + 2 * (tokens * hidden * 2) + routes * hidden * 2 + routes * 4
+    return arena_layout(config, ep_size).end
 
 
 def _workspace_bytes(config: MegaMoEConfig, ep_size: int, rows: int) -> int:
@@ -106,9 +93,9 @@ def _workspace_bytes(config: MegaMoEConfig, ep_size: int, rows: int) -> int:
     again = 2 * intermediate if config.save == "inputs" else 0  # recomputed pre-activations
     forward = rows * (hidden - kept + intermediate)  # x rows, h
     backward = rows * (2 * hidden - kept + 3 * intermediate + again)  # x rows, dy rows, dz, s*h
-    if ep_size > 1:
-        return max(forward, backward)  # results go to the owners' slots in the arena
     counters = 4 * rows // POOL_ALIGN
+    if ep_size > 1:
+        return max(forward, backward) + 2 * counters  # results go to the owners' slots in the arena
     parts = -(-config.intermediate // TILE_N)  # of a score's gradient
     results = rows * (hidden + 4)  # y or dx rows, scores
     return results + max(forward + counters, backward + 2 * counters + rows * 4 * parts)

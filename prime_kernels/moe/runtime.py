@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from prime_kernels.errors import PeerTimeout, PrimeKernelsError, RuntimeClosedError, UnsupportedConfig
+from prime_kernels.errors import PeerTimeout, PrimeKernelsError, RuntimeClosedError
 from prime_kernels.moe.abort import PeerChannel
 from prime_kernels.moe.agreement import agree
 from prime_kernels.moe.backends import log_fallback, select_backend
 from prime_kernels.moe.handles import OptimizerHooks, forget, register
 from prime_kernels.moe.placement import device_of, memory_error, process_group
 from prime_kernels.moe.plan import MemoryPlan, plan_memory
-from prime_kernels.moe.streams import current_stream
+from prime_kernels.moe.streams import require_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from prime_kernels.moe.backend import Backend
     from prime_kernels.moe.config import MegaMoEConfig
+    from prime_kernels.peers.base import PeerMemory
 
 _T = TypeVar("_T")
 
@@ -57,17 +58,25 @@ class MegaMoERuntime:
         ep_rank, ep_size: Place in the group.
         num_local_experts: E_l = num_experts / ep_size.
         device: Where every tensor of every call must be.
+        peers: Memory that the ranks share; None at ep_size 1 and for backends that use ordinary collectives.
+        stream: Where calls of a virtual rank must be made; None: on any one stream.
         weight_generation: Number of times the weights were declared changed.
     """
 
     def __init__(
-        self, config: MegaMoEConfig, backend: Backend, group: ProcessGroup | None, device: torch.device
+        self,
+        config: MegaMoEConfig,
+        backend: Backend,
+        group: ProcessGroup | None,
+        device: torch.device,
+        peers: PeerMemory | None = None,
     ) -> None:
         self.id = register(self)
         self.config = config
         self.group = group
-        self.ep_rank = 0 if group is None else dist.get_rank(group)
-        self.ep_size = 1 if group is None else dist.get_world_size(group)
+        self.ep_rank, self.ep_size = (0, 1) if peers is None else (peers.rank, peers.size)
+        if group is not None:
+            self.ep_rank, self.ep_size = dist.get_rank(group), dist.get_world_size(group)
         self.num_local_experts = config.num_experts // self.ep_size
         self.device = device
         self.plan: MemoryPlan = plan_memory(config, ep_size=self.ep_size)
@@ -79,7 +88,9 @@ class MegaMoERuntime:
         self.forwards = 0
         self.backwards = 0
         self.channel: PeerChannel | None = None
-        self.stream: int | None = None
+        self.peers = peers
+        self.stream = None if peers is None else peers.stream
+        self._seen_stream = None if self.stream is None else self.stream.cuda_stream
         # Tokens of the eager call in progress, whose tensors were checked; ops that get others check for themselves.
         self.vouched: Tensor | None = None
         self._failure: PrimeKernelsError | None = None
@@ -146,8 +157,8 @@ class MegaMoERuntime:
     def run(self, phase: str, work: Callable[[], _T]) -> _T:
         """One forward or backward: refused when closed; at ep_size > 1 an error in it is told to the peers."""
         self.require_open()
-        if self.device.type == "cuda":
-            self._note_stream()
+        if self.device.type == "cuda" and not self.config.allow_multi_stream:
+            self._seen_stream = require_stream(self.device, self._seen_stream, self.id)
         if torch.is_autocast_enabled(self.device.type):
             # Autocast would reach the GEMMs of the unfused backends and change the recipe behind the config's back.
             with torch.autocast(self.device.type, enabled=False):
@@ -163,22 +174,6 @@ class MegaMoERuntime:
         except PeerTimeout as error:
             self.record_failure(error)
             raise
-
-    def _note_stream(self) -> None:
-        if self.config.allow_multi_stream:
-            return
-        stream = current_stream(self.device)
-        if stream == self.stream or torch.cuda.is_current_stream_capturing():
-            return
-        if self.stream is None:
-            self.stream = stream
-        else:
-            raise UnsupportedConfig(
-                f"runtime {self.id} was used on CUDA stream {self.stream:#x} and now on {stream:#x}; "
-                "calls on one runtime share its workspace and must be ordered.",
-                facts={"argument": "stream"},
-                remedy="Call on one stream, or set allow_multi_stream=True and keep the same order on every rank.",
-            )
 
     def record_failure(self, error: BaseException) -> None:
         """Remember an error after which the ranks no longer agree on where they are; calls repeat it until close."""

@@ -96,15 +96,16 @@ def test_the_memory_plan_follows_its_formula(ep_size):
     t, k, h, i, e = 1000, 4, 256, 512, 64
     config = MegaMoEConfig(num_experts=e, topk=k, hidden=h, intermediate=i, max_tokens_per_rank=t, capacity_factor=1.5)
     plan = plan_memory(config, ep_size=ep_size)
-    one = (t * k + 63 * e + 63) // 64 * 64  # experts start at multiples of 64 rows
-    rows = one if ep_size == 1 else (int(1.5 * t * k) + 127) // 128 * 128 + 128 * (e // ep_size)
-    arena = 4096 + 5 * ep_size * 128 + 12 * t * k + 4 * t * h + 2 * t * k * h + 4 * t * k
+    # Experts start at multiples of 64 rows; a group's pool holds all that all ranks can send.
+    rows = (ep_size * t * k + 63 * (e // ep_size) + 63) // 64 * 64
+    parts = (4 * 8 * 128, 8 * e * 4, rows * 16, 2 * t * h, 2 * t * h, 2 * t * k * h, 4 * t * k)
+    arena = 4096 + sum(-(-part // 256) * 256 for part in parts)
     assert plan.pool_rows == rows
     assert plan.symmetric_bytes == (0 if ep_size == 1 else arena)
     assert plan.max_recv_rows == ep_size * t * k
     assert plan.prepared_bytes_per_layer == 0
-    extra = rows * (2 * h + 4) + rows * 4 * 2 + 2 * rows // 16 if ep_size == 1 else 0
-    assert plan.workspace_bytes == rows * 2 * (2 * h + 3 * i) + extra
+    results = rows * (2 * h + 4) + rows * 4 * 2 if ep_size == 1 else 0  # a group's stand in the owners' arenas
+    assert plan.workspace_bytes == rows * 2 * (2 * h + 3 * i) + results + 2 * rows // 16
     saved = {save: plan_memory(config.replace(save=save), ep_size=ep_size) for save in ("inputs", "preact", "full")}
     assert saved["preact"].saved_bytes_per_layer - saved["inputs"].saved_bytes_per_layer == rows * 4 * i
     assert saved["full"].saved_bytes_per_layer - saved["preact"].saved_bytes_per_layer == rows * 2 * h

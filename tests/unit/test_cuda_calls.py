@@ -83,7 +83,8 @@ class Layer:
         packed = torch.zeros(e, 2 * i, h, dtype=BF16)
         self.gate_up: Any = tuple(t.contiguous() for t in packed.chunk(2, 1)) if pair else packed
         self.down = torch.zeros(e, h, i, dtype=BF16)
-        self.runtime: Any = type("Runtime", (), {"config": self.config, "device": torch.device("cpu")})()
+        fields = {"config": self.config, "device": torch.device("cpu"), "peers": None, "num_local_experts": e}
+        self.runtime: Any = type("Runtime", (), fields)()
         self.backend = CudaBackend()
         self.backend._faults[self.runtime] = torch.zeros(8, dtype=torch.int32)
 

@@ -42,7 +42,8 @@ def step(
     packed, down = torch.zeros(e, 2 * i, h, dtype=torch.bfloat16), torch.zeros(e, h, i, dtype=torch.bfloat16)
     gate_up: Any = tuple(t.contiguous() for t in packed.chunk(2, 1)) if pair else packed
     runtime: Any = type("Runtime", (), {})()
-    runtime.config, runtime.device = config, torch.device("cpu")
+    runtime.config, runtime.device, runtime.peers = config, torch.device("cpu"), None
+    runtime.num_local_experts = e
     backend = CudaBackend()
     backend._faults[runtime] = torch.zeros(8, dtype=torch.int32)
     forward = backend.forward(runtime, x, ids, weights, gate_up, down, save=save)
@@ -133,7 +134,10 @@ def test_the_pool_holds_every_route_however_the_experts_fill() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "ep_size", "words"),
-    [({"precision": "fp8", "hidden": 256, "intermediate": 256}, 1, "fp8"), ({"num_experts": 4}, 2, "ep_size=2")],
+    [
+        ({"precision": "fp8", "hidden": 256, "intermediate": 256}, 1, "fp8"),
+        ({"num_experts": 16}, 16, "at most 8 ranks"),
+    ],
 )
 def test_what_has_no_kernel_is_refused_by_name(fields: dict[str, Any], ep_size: int, words: str) -> None:
     reason = CudaBackend().unsupported_reason(config_of(**fields), ep_size=ep_size, device=torch.device("cuda"))

@@ -24,7 +24,8 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> FakeLoader:
 
 def forward() -> object:
     config = MegaMoEConfig(num_experts=4, topk=2, hidden=64, intermediate=64, max_tokens_per_rank=8, backend="cuda")
-    runtime = type("Runtime", (), {"config": config, "device": torch.device("cpu")})()
+    fields = {"config": config, "device": torch.device("cpu"), "peers": None, "num_local_experts": 4}
+    runtime = type("Runtime", (), fields)()
     backend = CudaBackend()
     backend._faults[runtime] = torch.zeros(8, dtype=torch.int32)
     zeros = [torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((8, 64), (4, 128, 64), (4, 64, 64))]
