@@ -28,6 +28,7 @@ inline Dim3 blockDim{1, 1, 1};
 inline Dim3 gridDim{1, 1, 1};
 
 void __syncthreads();
+int __syncthreads_and(int predicate);
 void __syncwarp(unsigned mask = ~0u);
 void __threadfence_system();
 unsigned __activemask();
