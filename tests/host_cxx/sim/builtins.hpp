@@ -51,10 +51,24 @@ inline Meeting& named(u32 id) {
     return memory.own().named[id];
 }
 
+// Meets at a barrier; whether any of those who met there says so.
+inline bool meet_any(u32 id, u32 threads, bool value, const char* what) {
+    Meeting& meeting = named(id);
+    const u32 generation = meeting.generation & 1;
+    meeting.votes[generation] = meeting.votes[generation] || value;
+    machine->meet(meeting, threads, what);
+    return meeting.votes[generation];
+}
+
 }  // namespace sim
 
 inline void __syncthreads() {
-    sim::machine->meet(sim::named(0), sim::machine->shape.block, "__syncthreads");
+    sim::machine->meet(sim::named(0), sim::machine->shape().block, "__syncthreads");
+}
+
+inline int __syncthreads_and(int predicate) {
+    const unsigned threads = sim::machine->shape().block;
+    return !sim::meet_any(0, threads, predicate == 0, "__syncthreads_and");
 }
 
 inline void __syncwarp(unsigned mask) {
@@ -68,9 +82,7 @@ inline unsigned __activemask() {
     sim::Warp& w = sim::machine->warp();
     const unsigned round = w.asked;
     w.asking |= 1u << sim::machine->self().lane();
-    const auto all_here = [&] {
-        return (w.asking | w.arrived | ~sim::machine->live_lanes(w)) == ~0u;
-    };
+    const auto all_here = [&] { return (w.asking | w.arrived | ~w.live_lanes()) == ~0u; };
     while (w.asked == round && !all_here())
         sim::machine->poll("__activemask");
     if (w.asked == round) {

@@ -94,7 +94,7 @@ inline void load_box(
     u32 dst, const prime::TensorMap* map, u32 bar, const Coordinates& at, u32 mask) {
     const Tensor& t = tensor_of(map);
     std::vector<u32> ctas;
-    for (u32 r = 0; r < machine->shape.cluster; ++r)
+    for (u32 r = 0; r < machine->shape().cluster; ++r)
         if (mask >> r & 1) ctas.push_back(machine->peer(r));
     CHECK(dst % 128 == 0, "a load to %u", dst);
     for (const u32 cta : ctas) {
@@ -149,10 +149,10 @@ struct Bulk {
     }
 };
 
-inline std::map<u32, Bulk> bulks;  // of each thread of the grid that stores
+inline std::map<u32, Bulk> bulks;  // of each thread of the run that stores
 
 inline Bulk& own_bulk() {
-    return bulks[machine->self().cta * machine->shape.block + machine->self().index];
+    return bulks[machine->self().id];
 }
 
 inline void store_box(const prime::TensorMap* map, u32 src, const Coordinates& at, bool add) {

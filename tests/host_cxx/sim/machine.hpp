@@ -2,13 +2,17 @@
 // sim/machine.hpp: a GPU for headers that need other threads: every simulated thread runs on a
 // stack of its own, one at a time, and gives way wherever it waits.
 //
-// Interleavings are random and repeatable: a seed decides which warps run in a round and when
-// copies that were started take place. When nothing can go on, the machine stalls: an error that
+// Several launches can run at once, each with its own shape, and some one after the other, as those
+// of a stream do.
+//
+// Interleavings are random and repeatable: a seed decides when a launch begins, which warps run in a
+// round and when copies that were started take place. When nothing can go on, the machine stalls: an error that
 // lists who waits for what, unless the test expects waits to run out of time.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -30,15 +34,33 @@ constexpr u64 kLongestNs = 1000ull * 1000 * 1000 * 1000;  // that a launch may t
 constexpr u32 kSleepChance = 128;  // one in so many rounds of a warp puts a lane to sleep
 constexpr u32 kSleepRounds = 128;  // at most
 
+constexpr u32 kLaunchPace = 4;     // of several launches, one may run in so many rounds only
+constexpr u32 kLateRounds = 4000;  // at most, by which one of several launches begins late
+
 struct Shape {
     u32 grid, block, cluster, smem_bytes;
 };
 
+// A launch as it is asked for.
+struct Work {
+    Shape shape;
+    std::function<void(u32 first_cta)> begins;
+    std::function<void()> body;  // of every thread
+    std::function<void()> ends;
+};
+
+// Launches that run one after the other.
+using Stream = std::vector<Work>;
+
+struct Launch;
+
 struct Thread {
     jmp_buf place;
-    ucontext_t entry;
     std::unique_ptr<u8[]> stack;
-    u32 cta, index;
+    Launch* launch = nullptr;
+    u32 id = 0;                 // of all threads of a run
+    u32 cta = 0;                // of all CTAs of a run
+    u32 index = 0;              // in the CTA
     const u32* word = nullptr;  // runs once this is not `held`, or a stall came; null: can run
     const u32* stalls = nullptr;
     u32 held = 0, stalls_held = 0;
@@ -56,17 +78,41 @@ struct Meeting {
     bool votes[2] = {false, false};  // of this generation and of the one before
 };
 
-struct Warp {
-    u32 arrived = 0, mask = 0, generation = 0;
-    u32 active = 0, asking = 0, asked = 0;  // of __activemask
-    u32 stalls = 0;                         // that this warp has seen
-    const char* what = nullptr;
-    u64 slots[2][32];
-};
-
 // A lane of a warp that does not run for some rounds: nothing but collectives keeps lanes together.
 struct Sleep {
     u32 lane = 0, rounds = 0;
+};
+
+struct Warp {
+    Thread* threads = nullptr;
+    u32 arrived = 0, mask = 0, generation = 0;
+    u32 active = 0, asking = 0, asked = 0;  // of __activemask
+    u32 stalls = 0;                         // that this warp has seen
+    u32 pace = 1;                           // it runs in one of so many rounds
+    Sleep sleep;
+    const char* what = nullptr;
+    u64 slots[2][32];
+
+    u32 live_lanes() const {
+        u32 lanes = 0;
+        for (u32 i = 0; i < 32; ++i)
+            lanes |= (threads[i].done ? 0u : 1u) << i;
+        return lanes;
+    }
+};
+
+// A launch that runs.
+struct Launch {
+    const Work& work;
+    u32 stream;
+    u32 first_cta;
+    u32 alive;            // threads
+    u32 pace = 1;         // it runs in one of so many rounds
+    bool pauses = false;  // in this round
+    std::vector<Thread> threads;
+    std::vector<Warp> warps;
+
+    const Shape& shape() const { return work.shape; }
 };
 
 // Something that was started and takes place later: at a random time, or when it is waited for.
@@ -89,20 +135,21 @@ public:
     explicit Machine(u64 seed) : random(seed) { machine = this; }
 
     test::Random random;
-    Shape shape{};
     bool stalls_allowed = false;
     u64 now_ns = 1;
 
-    // Runs body() in every thread of a grid until all have returned.
-    void launch(const Shape& s, std::function<void()> body);
+    // Runs all launches of all streams.
+    void run(const std::vector<Stream>& streams);
 
     Thread& self() { return *current_; }
-    Warp& warp() { return warps_[(current_->cta * shape.block + current_->index) / 32]; }
-    u32 live_lanes(const Warp& warp) const;
+    const Launch& launch() const { return *current_->launch; }
+    const Shape& shape() const { return launch().shape(); }
+    Warp& warp() { return current_->launch->warps[warp_index()]; }
     u32 running(u32 cta) const { return running_[cta]; }  // threads that have not returned
-    u32 rank() const { return current_->cta % shape.cluster; }
+    u32 block_index() const { return current_->cta - launch().first_cta; }
+    u32 rank() const { return block_index() % shape().cluster; }
     // The CTA that is `rank` in the cluster of the running thread.
-    u32 peer(u32 rank) const { return current_->cta / shape.cluster * shape.cluster + rank; }
+    u32 peer(u32 rank) const { return current_->cta - this->rank() + rank; }
 
     // Gives way until `word` is not `held`; false when the machine stalled instead.
     bool block(const char* where, const u32& word, u32 held);
@@ -119,49 +166,61 @@ public:
     void happened() { quiet_ = 0; }
 
 private:
+    // A stream whose next launch begins when `rounds` have passed.
+    struct Due {
+        u32 stream, rounds;
+    };
+
+    u32 warp_index() const { return block_index() * (shape().block / 32) + current_->index / 32; }
     void start(Thread& thread);
     void resume(Thread& thread);
     void suspend();
+    void begin(const Work& work, u32 stream);
+    void finish_launches(std::vector<Due>& due);
+    bool run_warp(Warp& warp, bool pauses);
     bool round();
+    u32 delay();
     bool take_one_later();
     void stall();
     static void entry();
 
-    std::function<void()> body_;
-    std::vector<std::unique_ptr<Thread>> threads_;
-    std::vector<Warp> warps_;
+    std::vector<std::unique_ptr<Launch>> launches_;  // that run
+    std::vector<std::unique_ptr<u8[]>> stacks_;      // that nobody uses
     std::vector<u32> running_;
-    std::vector<u32> pace_;  // a warp runs in one of `pace` rounds
-    std::vector<Sleep> sleeps_;
+    std::vector<u32> next_;  // launch of each stream
     std::vector<std::shared_ptr<Later>> pending_;
     Thread* current_ = nullptr;
     jmp_buf scheduler_;
+    ucontext_t fresh_;
     u64 started_ns_ = 0;
-    u32 alive_ = 0, quiet_ = 0;
+    u32 threads_ = 0, streams_ = 0, quiet_ = 0;
 };
 
 inline void Machine::entry() {
-    machine->body_();
-    machine->current_->done = true;
-    --machine->alive_;
-    --machine->running_[machine->current_->cta];
+    Thread& thread = *machine->current_;
+    thread.launch->work.body();
+    thread.done = true;
+    --thread.launch->alive;
+    --machine->running_[thread.cta];
     machine->happened();
     _longjmp(machine->scheduler_, 1);
 }
 
 inline void Machine::start(Thread& thread) {
     thread.started = true;
-    getcontext(&thread.entry);
-    thread.entry.uc_stack = {thread.stack.get(), 0, kStackBytes};
-    thread.entry.uc_link = nullptr;
-    makecontext(&thread.entry, &Machine::entry, 0);
-    setcontext(&thread.entry);
+    getcontext(&fresh_);
+    fresh_.uc_stack = {thread.stack.get(), 0, kStackBytes};
+    fresh_.uc_link = nullptr;
+    makecontext(&fresh_, &Machine::entry, 0);
+    setcontext(&fresh_);
 }
 
 inline void Machine::resume(Thread& thread) {
     current_ = &thread;
     threadIdx = {thread.index, 0, 0};
-    blockIdx = {thread.cta, 0, 0};
+    blockIdx = {block_index(), 0, 0};
+    blockDim = {shape().block, 1, 1};
+    gridDim = {shape().grid, 1, 1};
     if (_setjmp(scheduler_) == 0) {
         if (!thread.started) start(thread);
         _longjmp(thread.place, 1);
@@ -182,14 +241,6 @@ inline bool Machine::block(const char* where, const u32& word, u32 held) {
     if (word == held) suspend();
     thread.word = nullptr;
     return word != held;
-}
-
-inline u32 Machine::live_lanes(const Warp& warp) const {
-    const u64 first = static_cast<u64>(&warp - warps_.data()) * 32;
-    u32 lanes = 0;
-    for (u32 i = 0; i < 32; ++i)
-        lanes |= (threads_[first + i]->done ? 0u : 1u) << i;
-    return lanes;
 }
 
 inline void Machine::poll(const char* where) {
@@ -222,27 +273,43 @@ inline bool Machine::take_one_later() {
     return true;
 }
 
-inline bool Machine::round() {
+inline bool Machine::run_warp(Warp& warp, bool pauses) {
+    Sleep& sleep = warp.sleep;
+    if (sleep.rounds > 0)
+        --sleep.rounds;
+    else if (random.below(kSleepChance) == 0)
+        sleep = {random.below(32), random.below(kSleepRounds)};
+    pauses = pauses || (warp.pace > 1 && random.below(warp.pace) != 0);
     bool moved = false;
-    const u32 count = static_cast<u32>(warps_.size());
-    const u32 first = random.below(count);
+    for (u32 i = 0; i < 32; ++i) {
+        Thread& thread = warp.threads[i];
+        if (thread.done || !thread.ready()) continue;
+        moved = true;
+        if (pauses) break;
+        if (sleep.rounds > 0 && i == sleep.lane) continue;
+        if (!thread.polling) happened();
+        resume(thread);
+    }
+    return moved;
+}
+
+inline bool Machine::round() {
+    u32 count = 0;
+    for (const auto& launch : launches_) {
+        launch->pauses = launch->pace > 1 && random.below(launch->pace) != 0;
+        count += static_cast<u32>(launch->warps.size());
+    }
+    if (count == 0) return false;
+    // From a random warp on, once around.
+    u32 skipped = random.below(count), l = 0;
+    while (skipped >= launches_[l]->warps.size())
+        skipped -= static_cast<u32>(launches_[l++]->warps.size());
+    bool moved = false;
     for (u32 i = 0; i < count; ++i) {
-        const u32 w = (first + i) % count;
-        Sleep& sleep = sleeps_[w];
-        if (sleep.rounds > 0)
-            --sleep.rounds;
-        else if (random.below(kSleepChance) == 0)
-            sleep = {random.below(32), random.below(kSleepRounds)};
-        const bool pauses = pace_[w] > 1 && random.below(pace_[w]) != 0;
-        for (u32 t = w * 32; t < w * 32 + 32; ++t) {
-            Thread& thread = *threads_[t];
-            if (thread.done || !thread.ready()) continue;
-            moved = true;
-            if (pauses) break;
-            if (sleep.rounds > 0 && t % 32 == sleep.lane) continue;
-            if (!thread.polling) happened();
-            resume(thread);
-        }
+        moved |= run_warp(launches_[l]->warps[skipped], launches_[l]->pauses);
+        if (++skipped < launches_[l]->warps.size()) continue;
+        skipped = 0;
+        l = (l + 1) % static_cast<u32>(launches_.size());
     }
     return moved;
 }
@@ -250,49 +317,93 @@ inline bool Machine::round() {
 inline void Machine::stall() {
     if (stalls_allowed && now_ns - started_ns_ < kLongestNs) {
         // Warps poll at their own pace, so that their waits run out one after the other.
-        for (u32 w = 0; w < warps_.size(); ++w)
-            warps_[w].stalls += random.below(pace_[w] + 1) == 0;
+        for (const auto& launch : launches_)
+            for (Warp& warp : launch->warps)
+                warp.stalls += random.below(warp.pace + 1) == 0;
         now_ns += kStallNs;
         quiet_ = 0;
         return;
     }
-    for (u32 w = 0; w < warps_.size(); ++w)
-        for (u32 t = w * 32; t < w * 32 + 32; ++t) {
-            const Thread& thread = *threads_[t];
-            const bool alike = t % 32 != 0 && threads_[t - 1]->where == thread.where;
+    for (const auto& launch : launches_)
+        for (const Thread& thread : launch->threads) {
+            const bool alike = thread.lane() != 0 && (&thread - 1)->where == thread.where;
             if (thread.done || alike) continue;
             std::fprintf(
-                stderr, "CTA %u, from thread %u on: %s\n", thread.cta, thread.index, thread.where);
+                stderr, "launch %u of stream %u, CTA %u, from thread %u on: %s\n",
+                next_[launch->stream] - 1, launch->stream, thread.cta - launch->first_cta,
+                thread.index, thread.where);
         }
     test::fail(__FILE__, __LINE__, "nothing can go on");
 }
 
-inline void Machine::launch(const Shape& s, std::function<void()> body) {
-    shape = s;
-    body_ = std::move(body);
-    blockDim = {s.block, 1, 1};
-    gridDim = {s.grid, 1, 1};
-    alive_ = s.grid * s.block;
-    started_ns_ = now_ns;
-    warps_.assign(alive_ / 32, Warp{});
-    running_.assign(s.grid, s.block);
-    pace_.assign(alive_ / 32, 1);
-    sleeps_.assign(alive_ / 32, Sleep{});
-    for (u32& pace : pace_)
-        pace = random.below(4) == 0 ? 1 + random.below(8) : 1;
-    for (u32 i = 0; i < alive_; ++i) {
-        if (i == threads_.size()) {
-            threads_.push_back(std::make_unique<Thread>());
-            threads_[i]->stack = std::make_unique_for_overwrite<u8[]>(kStackBytes);
-        }
-        Thread& thread = *threads_[i];
-        thread.cta = i / s.block;
-        thread.index = i % s.block;
-        thread.started = thread.done = false;
-        thread.word = nullptr;
+inline u32 Machine::delay() {
+    if (streams_ == 1 || random.below(2) == 0) return 0;
+    return random.below(random.below(4) == 0 ? kLateRounds : 64);
+}
+
+inline void Machine::begin(const Work& work, u32 stream) {
+    const Shape& s = work.shape;
+    const u32 first_cta = static_cast<u32>(running_.size());
+    auto launch = std::make_unique<Launch>(Launch{work, stream, first_cta, s.grid * s.block});
+    running_.insert(running_.end(), s.grid, s.block);
+    if (work.begins) work.begins(first_cta);
+    if (streams_ > 1 && random.below(3) == 0) launch->pace = 1 + random.below(kLaunchPace);
+    launch->threads = std::vector<Thread>(launch->alive);
+    launch->warps = std::vector<Warp>(launch->alive / 32);
+    for (Warp& warp : launch->warps) {
+        warp.threads = launch->threads.data() + (&warp - launch->warps.data()) * 32;
+        warp.pace = random.below(4) == 0 ? 1 + random.below(8) : 1;
     }
-    while (alive_ > 0) {
+    for (u32 i = 0; i < launch->alive; ++i) {
+        Thread& thread = launch->threads[i];
+        thread.launch = launch.get();
+        thread.id = threads_++;
+        thread.cta = first_cta + i / s.block;
+        thread.index = i % s.block;
+        if (stacks_.empty()) stacks_.push_back(std::make_unique_for_overwrite<u8[]>(kStackBytes));
+        thread.stack = std::move(stacks_.back());
+        stacks_.pop_back();
+    }
+    launches_.push_back(std::move(launch));
+}
+
+inline void Machine::finish_launches(std::vector<Due>& due) {
+    for (u32 l = 0; l < launches_.size();) {
+        if (launches_[l]->alive > 0) {
+            ++l;
+            continue;
+        }
+        const std::unique_ptr<Launch> launch = std::move(launches_[l]);
+        launches_.erase(launches_.begin() + l);
+        for (Thread& thread : launch->threads)
+            stacks_.push_back(std::move(thread.stack));
+        if (launch->work.ends) launch->work.ends();
+        due.push_back({launch->stream, delay()});
+        happened();
+    }
+}
+
+inline void Machine::run(const std::vector<Stream>& streams) {
+    streams_ = static_cast<u32>(streams.size());
+    started_ns_ = now_ns;
+    threads_ = 0;
+    running_.clear();
+    next_.assign(streams_, 0);
+    std::vector<Due> due;
+    for (u32 s = 0; s < streams_; ++s)
+        due.push_back({s, delay()});
+    while (!launches_.empty() || !due.empty()) {
         now_ns += 1000;
+        for (u32 d = 0; d < due.size();) {
+            if (due[d].rounds > 0) {
+                --due[d++].rounds;
+                happened();
+                continue;
+            }
+            const u32 s = due[d].stream;
+            due.erase(due.begin() + d);
+            if (next_[s] < streams[s].size()) begin(streams[s][next_[s]++], s);
+        }
         const bool moved = round();
         // Copies take their time: some rounds see none, some several.
         u32 copies = moved ? random.below(3) : 1 + random.below(2);
@@ -300,7 +411,9 @@ inline void Machine::launch(const Shape& s, std::function<void()> body) {
         while (copies-- > 0 && take_one_later())
             took = true;
         const u32 patience = stalls_allowed ? kShortQuietRounds : kQuietRounds;
-        if ((!moved && !took) || ++quiet_ > patience) stall();
+        const bool rests = (!moved && !took && due.empty()) || ++quiet_ > patience;
+        if (rests && !launches_.empty()) stall();
+        finish_launches(due);
     }
     while (take_one_later()) {
     }

@@ -3,6 +3,7 @@
 // proxy may not see yet.
 #pragma once
 #include <cstring>
+#include <deque>
 #include <map>
 
 #include "machine.hpp"
@@ -30,23 +31,23 @@ struct Cta {
     std::vector<std::vector<u32>> unfenced;  // chunks that each thread wrote since its last fence
     std::map<u32, Barrier> barriers;
     std::map<u32, Meeting> named;
+    Meeting cluster;  // of the cluster that this CTA is the first of
     u64 version = 0;  // moves with every write
     u32 start = 0;    // shared address of the first byte of dynamic shared memory
 };
 
 struct Memory {
-    std::vector<Cta> ctas;
-    std::vector<Meeting> clusters;
+    std::deque<Cta> ctas;  // of all launches of a run; nothing moves when another one begins
 
-    void reset(const Shape& s, u32 start) {
-        ctas.assign(s.grid, Cta{});
-        for (Cta& cta : ctas) {
+    // Room for the CTAs of a launch.
+    void add(const Shape& s, u32 start) {
+        for (u32 i = 0; i < s.grid; ++i) {
+            Cta& cta = ctas.emplace_back();
             cta.start = start;
             cta.bytes.assign(s.smem_bytes, kPoison);
             cta.writer.assign(s.smem_bytes / kChunk + 2, 0);
             cta.unfenced.assign(s.block, {});
         }
-        clusters.assign(s.grid / s.cluster, Meeting{});
     }
 
     Cta& own() { return ctas[machine->self().cta]; }
@@ -115,10 +116,19 @@ struct Memory {
 
 inline Memory memory;
 
-// Runs body() as a kernel with dynamic shared memory that starts at any multiple of 16.
+// A launch with dynamic shared memory that starts at any multiple of 16.
+inline Work work_of(const Shape& shape, std::function<void()> body) {
+    const auto begins = [shape](u32) { memory.add(shape, 1024 + machine->random.below(64) * 16); };
+    return {shape, begins, std::move(body), {}};
+}
+
+inline void run_streams(Machine& m, const std::vector<Stream>& streams) {
+    memory.ctas.clear();
+    m.run(streams);
+}
+
 inline void run_grid(Machine& m, const Shape& shape, std::function<void()> body) {
-    memory.reset(shape, 1024 + m.random.below(64) * 16);
-    m.launch(shape, std::move(body));
+    run_streams(m, {{work_of(shape, std::move(body))}});
 }
 
 }  // namespace sim

@@ -118,10 +118,10 @@ struct Products {
     }
 };
 
-inline std::map<u32, Products> products;  // of each thread of the grid that multiplies
+inline std::map<u32, Products> products;  // of each thread of the run that multiplies
 
 inline Products& own_products() {
-    return products[machine->self().cta * machine->shape.block + machine->self().index];
+    return products[machine->self().id];
 }
 
 }  // namespace sim

@@ -11,8 +11,8 @@ inline u32 cluster_cta_rank() {
 }
 
 inline void cluster_sync() {
-    const sim::Shape& s = sim::machine->shape;
-    sim::Meeting& here = sim::memory.clusters[sim::machine->self().cta / s.cluster];
+    const sim::Shape& s = sim::machine->shape();
+    sim::Meeting& here = sim::memory.ctas[sim::machine->peer(0)].cluster;
     sim::machine->meet(here, s.cluster * s.block, "cluster_sync");
 }
 

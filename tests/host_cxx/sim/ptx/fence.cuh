@@ -20,11 +20,7 @@ inline void named_barrier_sync(u32 id, u32 threads) {
 }
 
 inline bool named_barrier_any(u32 id, u32 threads, bool value) {
-    sim::Meeting& meeting = sim::named(id);
-    const u32 generation = meeting.generation & 1;
-    meeting.votes[generation] = meeting.votes[generation] || value;
-    sim::machine->meet(meeting, threads, "named_barrier_any");
-    return meeting.votes[generation];
+    return sim::meet_any(id, threads, value, "named_barrier_any");
 }
 
 }  // namespace prime::ptx
