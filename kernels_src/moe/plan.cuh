@@ -67,8 +67,7 @@ struct Plan {
     };
 
     PK_DEVICE static Tables tables(const Args& args) {
-        extern __shared__ u32 dynamic_smem_words[];
-        u32* base = dynamic_smem_words;
+        u32* base = ptx::dynamic_smem_words();
         const u32 fit = kTableBytes / sizeof(u32) / max_of(args.num_experts, 1u);
         u32* by_cta = base + kTableBytes / sizeof(u32);
         return {base, by_cta, by_cta + kMaxExperts, min_of(fit, kThreads / 32)};

@@ -96,6 +96,12 @@ PK_DEVICE void st_shared_f32x2(u32 addr, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(addr), "f"(a), "f"(b) : "memory");
 }
 
+// The dynamic shared memory of a kernel that keeps plain words in it.
+PK_DEVICE u32* dynamic_smem_words() {
+    extern __shared__ u32 words[];
+    return words;
+}
+
 // The word at the same shared offset in CTA `cta` of the cluster.
 PK_DEVICE u32 ld_cluster_u32(const u32* own, u32 cta) {
     u32 v;

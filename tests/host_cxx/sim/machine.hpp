@@ -35,7 +35,7 @@ constexpr u32 kSleepChance = 128;  // one in so many rounds of a warp puts a lan
 constexpr u32 kSleepRounds = 128;  // at most
 
 constexpr u32 kLaunchPace = 4;     // of several launches, one may run in so many rounds only
-constexpr u32 kLateRounds = 4000;  // at most, by which one of several launches begins late
+constexpr u32 kLateRounds = 2000;  // at most, by which one of several launches begins late
 
 struct Shape {
     u32 grid, block, cluster, smem_bytes;

@@ -74,7 +74,28 @@ inline void st_shared_f32x2(u32 addr, float a, float b) {
     sim::memory.write(addr, words, sizeof(words));
 }
 
+inline u32* dynamic_smem_words() {
+    return reinterpret_cast<u32*>(sim::memory.own().bytes.data());
+}
+
+inline u32 ld_cluster_u32(const u32* own, u32 cta) {
+    const u8* first = sim::memory.own().bytes.data();
+    const u64 offset = static_cast<u64>(reinterpret_cast<const u8*>(own) - first);
+    std::vector<u8>& bytes = sim::memory.ctas[sim::machine->peer(cta)].bytes;
+    CHECK(
+        offset % 4 == 0 && offset + 4 <= bytes.size() && cta < sim::machine->shape().cluster,
+        "offset %llu of %zu bytes of CTA %u", offset, bytes.size(), cta);
+    CHECK(
+        sim::machine->running(sim::machine->peer(cta)) > 0, "the memory of CTA %u, which has left",
+        cta);
+    u32 v;
+    std::memcpy(&v, bytes.data() + offset, 4);
+    return v;
+}
+
+// Whoever asks for the time again and again gives way.
 inline u64 global_timer_ns() {
+    sim::machine->poll("global_timer_ns");
     return sim::machine->now_ns;
 }
 
