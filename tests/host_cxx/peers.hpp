@@ -47,6 +47,19 @@ struct Routing {
         }
     }
 
+    // Tokens [first, first + count) of these.
+    Routing part(const Size& size, u32 first, u32 count) const {
+        Routing r = *this;
+        r.tokens = count;
+        const u32 begin = first * size.topk, end = (first + count) * size.topk;
+        r.ids.assign(ids.begin() + begin, ids.begin() + end);
+        r.weights.assign(weights.begin() + begin, weights.begin() + end);
+        r.bad = 0;
+        for (const i64 id : r.ids)
+            r.bad += id < -1 || id >= size.experts;
+        return r;
+    }
+
     // As int64, where bad ids have their low half in range, or as int32.
     std::vector<u8> bytes(bool wide, u32 experts) const {
         std::vector<u8> out(ids.size() * (wide ? 8 : 4));
@@ -241,14 +254,25 @@ struct Call {
     std::unique_ptr<Wanted> wanted;
     std::vector<std::unique_ptr<RankPlan>> plans;
 
-    Call(const Size& size, const std::vector<u32>& tokens, Arenas& arenas, test::Random& random) {
-        for (u32 r = 0; r < size.ranks; ++r)
-            routing.emplace_back(size, tokens[r], random);
+    Call(const Size& size, const std::vector<u32>& tokens, Arenas& arenas, test::Random& random)
+        : Call(size, routings(size, tokens, random), arenas, random) {}
+
+    Call(const Size& size, std::vector<Routing> all, Arenas& arenas, test::Random& random)
+        : routing(std::move(all)) {
         wanted = std::make_unique<Wanted>(size, routing);
         for (u32 r = 0; r < size.ranks; ++r) {
             const u32 rows = static_cast<u32>(wanted->list[r].size());
             plans.push_back(std::make_unique<RankPlan>(size, routing[r], arenas, r, rows, random));
         }
+    }
+
+private:
+    static std::vector<Routing> routings(
+        const Size& size, const std::vector<u32>& tokens, test::Random& random) {
+        std::vector<Routing> all;
+        for (const u32 t : tokens)
+            all.emplace_back(size, t, random);
+        return all;
     }
 };
 
