@@ -171,6 +171,8 @@ class PeerRecorder(Recorder):
             "intermediate": config.intermediate,
             "lag": lag(config, self.ep_size, grid // 2),
             "keep_z": int(preact is not None),
+            "only_moves": 0,
+            "reserved": 0,
             **self._activation,
         }
         tensors = {
