@@ -23,27 +23,24 @@ struct PushOut {
     u32 columns;
 };
 
-// Where a row goes and what it is multiplied with, 8 bytes of shared memory each: looked up before
+// Where a row goes and what it is multiplied with, 12 bytes of shared memory each: looked up before
 // the tile is multiplied, which hides it, and too much for the registers beside the accumulators.
 struct Places {
-    static constexpr u32 kNowhere = ~0u;
-    static constexpr u32 kOwnerShift = 28;
-
-    u32 base;  // of this warpgroup's
+    u32 base;  // of this warpgroup's addresses; scores stand behind them
 
     // Read after the warpgroup has met. Nobody is left reading the last tile's: whoever writes has
     // met the others in its stores since.
-    PK_DEVICE void write(u32 row, const comm::RowEntry& entry) const {
-        const u32 owner = entry.source >> 24;
-        const u32 place =
-            entry.source == comm::kNoRow ? kNowhere : owner << kOwnerShift | entry.slot;
-        ptx::st_shared_v2(base + row * layout::kPlaceBytes, place, __float_as_uint(entry.score));
+    PK_DEVICE void write(u32 row, u64 address, float score) const {
+        ptx::st_shared_v2(
+            base + row * 8, static_cast<u32>(address), static_cast<u32>(address >> 32));
+        ptx::st_shared_u32(base + layout::kPlaceRows * 8 + row * 4, __float_as_uint(score));
     }
 
-    PK_DEVICE u32 of(u32 row) const { return ptx::ld_shared_u32(base + row * layout::kPlaceBytes); }
+    // 0: padding.
+    PK_DEVICE u64 address(u32 row) const { return ptx::ld_shared_u64(base + row * 8); }
 
     PK_DEVICE float score(u32 row) const {
-        return __uint_as_float(ptx::ld_shared_u32(base + row * layout::kPlaceBytes + 4));
+        return __uint_as_float(ptx::ld_shared_u32(base + layout::kPlaceRows * 8 + row * 4));
     }
 };
 
@@ -56,8 +53,11 @@ struct Push {
 
     PK_DEVICE void prepare(const PushOut& out, const pipeline::Tile& t, const Seat& seat) {
         const u32 row = seat.warp * 32 + seat.lane;
-        const u32 first = static_cast<u32>(t.row) + seat.warpgroup * layout::kPlaceRows;
-        if (row < layout::kPlaceRows) places.write(row, out.list[first + row]);
+        if (row >= layout::kPlaceRows) return;
+        const comm::RowEntry entry = entry_of(out, t, seat, row);
+        const u64 to = out.peers->arena[entry.source >> 24 & (comm::kMaxPeers - 1)] +
+                       out.peers->results + static_cast<u64>(entry.slot) * out.row_bytes;
+        places.write(row, entry.source == comm::kNoRow ? 0 : to, entry.score);
     }
 
     PK_DEVICE void store(
@@ -80,36 +80,46 @@ struct Push {
             // next one, after they read it here.
             seat.sync();
             const u32 column = static_cast<u32>(t.n) + block * 64;
-            if (column < out.columns) send(out, slab, column, seat);
+            if (column < out.columns) send(slab, column, seat);
         }
         if (paced) through_ns = book(out, t, seat);
     }
 
 private:
-    // Eight lanes a row, 128 bytes.
-    PK_DEVICE void send(const PushOut& out, u32 slab, u32 column, const Seat& seat) const {
+    PK_DEVICE static comm::RowEntry entry_of(
+        const PushOut& out, const pipeline::Tile& t, const Seat& seat, u32 row) {
+        const uint4 words = ptx::ld_nc_v4(
+            out.list + static_cast<u32>(t.row) + seat.warpgroup * layout::kPlaceRows + row);
+        return {words.x, words.y, static_cast<i32>(words.z), __uint_as_float(words.w)};
+    }
+
+    // Eight lanes a row, 128 bytes. All that shared memory holds is asked for before any is sent.
+    PK_DEVICE void send(u32 slab, u32 column, const Seat& seat) const {
         const u32 chunk = seat.lane & 7;
+        u64 to[kRows];
+        uint4 part[kRows];
 #pragma unroll
         for (u32 i = 0; i < kRows; ++i) {
             const u32 row = seat.warp * 16 + i * 4 + (seat.lane >> 3);
-            const u32 place = places.of(row);
-            const uint4 part = ptx::ld_shared_v4(slab + layout::slab_offset(row, chunk));
-            if (place == Places::kNowhere) continue;
-            const u64 slot = place & ((1u << Places::kOwnerShift) - 1);
-            const u64 to = out.peers->arena[place >> Places::kOwnerShift] + out.peers->results +
-                           slot * out.row_bytes + column * 2 + chunk * 16;
-            ptx::st_v4(reinterpret_cast<void*>(to), part);
+            to[i] = places.address(row);
+            part[i] = ptx::ld_shared_v4(slab + layout::slab_offset(row, chunk));
         }
+#pragma unroll
+        for (u32 i = 0; i < kRows; ++i)
+            if (to[i] != 0)
+                ptx::st_v4(reinterpret_cast<void*>(to[i] + column * 2 + chunk * 16), part[i]);
     }
 
     // Half of the lanes book a row each.
     PK_DEVICE u64 book(const PushOut& out, const pipeline::Tile& t, const Seat& seat) const {
         const u32 rank = static_cast<u32>(out.peers->rank);
-        const u32 place = places.of(seat.warp * 16 + (seat.lane & 15));
-        const bool goes = seat.lane < 16 && place != Places::kNowhere;
+        u32 owner = rank;
+        if (seat.lane < 16) {
+            const u32 source = entry_of(out, t, seat, seat.warp * 16 + seat.lane).source;
+            if (source != comm::kNoRow) owner = source >> 24;
+        }
         const u32 columns = min_of(layout::kTileN, out.columns - static_cast<u32>(t.n));
-        return comm::book_lanes(
-            *out.peers, rank, goes ? place >> Places::kOwnerShift : rank, columns * 2);
+        return comm::book_lanes(*out.peers, rank, owner, columns * 2);
     }
 };
 

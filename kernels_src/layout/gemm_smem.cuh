@@ -15,7 +15,7 @@ constexpr u32 kStageK = 64;
 constexpr u32 kStageBytesA = kTileM * kStageK * 2;
 constexpr u32 kStageBytesB = kTileN * kStageK * 2;
 constexpr u32 kPlaceRows = 64;  // of a math warpgroup
-constexpr u32 kPlaceBytes = 8;
+constexpr u32 kPlaceBytes = 12;
 constexpr u32 kSmemAlign = 1024;  // of slabs and stages, for the 128-byte swizzle
 
 // Offsets from a base aligned to kSmemAlign. Slabs are per math warpgroup.

@@ -137,6 +137,14 @@ T atomicAdd(T* address, T value) {
 }
 
 template <class T>
+T atomicMax(T* address, T value) {
+    const T old = *address;
+    if (value > old) *address = value;
+    sim::machine->happened();
+    return old;
+}
+
+template <class T>
 T atomicCAS(T* address, T expected, T value) {
     const T old = *address;
     if (old == expected) *address = value;

@@ -63,6 +63,16 @@ inline void st_shared_v2(u32 addr, u32 a, u32 b) {
     sim::memory.write(addr, words, sizeof(words));
 }
 
+inline void st_shared_u32(u32 addr, u32 v) {
+    sim::memory.write(addr, &v, sizeof(v));
+}
+
+inline u64 ld_shared_u64(u32 addr) {
+    u64 v;
+    std::memcpy(&v, sim::memory.at(addr, sizeof(v)), sizeof(v));
+    return v;
+}
+
 inline u32 ld_shared_u32(u32 addr) {
     u32 v;
     std::memcpy(&v, sim::memory.at(addr, sizeof(v)), sizeof(v));
