@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from prime_kernels import MegaMoEConfig
+from prime_kernels import MegaMoEConfig, SwiGLU, plan_memory
+from prime_kernels.errors import LaunchError, PeerTimeout, ShapeError, UnsupportedConfig
+from prime_kernels.moe import cuda_calls, cuda_faults, cuda_peers
+from prime_kernels.moe.backend import Needs
 from prime_kernels.moe.cuda import CudaBackend
-from prime_kernels.moe.cuda_variants import arena_layout
+from prime_kernels.moe.cuda_variants import arena_layout, peer_kernel_keys, pool_rows
 from prime_kernels.peers.loopback import create_peers
-from tests.helpers.fake_loader import FakeLoader, Seen
+from tests.helpers.fake_loader import VARIANTS, FakeLoader, Seen
 
 BF16 = torch.bfloat16
 
@@ -85,3 +90,155 @@ def test_three_launches_pack_against_the_kernels_own_structs(
     assert call.recv_per_local_expert.shape == (8 // ranks,)
     assert (call.preact is None) == (save == "inputs")
     assert seen["pk_forward"].values()["keep_z"] == (save != "inputs")
+    forward = seen["pk_forward"].values()
+    assert (forward["num_experts"], forward["hidden"], forward["intermediate"]) == (8 // ranks, 192, 320)
+
+
+def test_every_launch_gets_the_addresses_of_its_call_and_of_its_ranks_arena(loader: FakeLoader) -> None:
+    rank = Rank(1, 2)
+    call = rank.forward(50, save="full")
+    seen, arena = by_name(loader), rank.peers.address
+    plan, forward, combine = (seen[name].values() for name in ("pk_plan_peers", "pk_forward", "pk_combine"))
+    base = call.plan.data_ptr()
+    head = -(-(2 * 4 + 1 + 150) // 4) * 4  # counts, starts, slots, to whole entries
+    assert call.plan.numel() == head + 4 * pool_rows(rank.config, 50, 2)
+    for args, prefix in ((plan, "plan."), (forward, "")):
+        assert args[f"{prefix}counts"] == base
+        assert args[f"{prefix}starts"] == base + 4 * 4
+        assert args["list"] == base + 4 * head
+        assert args["list"] % 16 == 0
+        assert args["peers"] == arena
+    assert plan["plan.slot_row"] == combine["slot_row"] == base + 4 * 9
+    assert (plan["plan.ids"], plan["plan.weights"]) == (call.ids.data_ptr(), call.scores.data_ptr())
+    assert plan["plan.tokens_per_expert"] == call.tokens_per_expert.data_ptr()
+    assert plan["plan.recv_per_expert"] == call.recv_per_local_expert.data_ptr()
+    assert (plan["tokens"], plan["row_bytes"]) == (call.x.data_ptr(), 384)
+    assert (plan["plan.tokens"], plan["plan.topk"], plan["plan.num_experts"]) == (50, 3, 8)
+    assert plan["plan.fault"] == forward["fault"] == rank.backend._faults[rank.runtime].data_ptr()
+    blocks = pool_rows(rank.config, 50, 2) // 64
+    counters = plan["plan.counters"]
+    assert plan["plan.num_counters"] == 2 * blocks + 1
+    assert forward["arrivals"] == counters
+    assert forward["h_done"] == counters + 4 * blocks
+    assert forward["finished"] == counters + 8 * blocks
+    maps = seen["pk_forward"].map_addresses()
+    assert maps["z"] == call.preact.data_ptr()
+    assert maps["x"] == forward["pool"] == call.preact.data_ptr() + 64 * blocks * 640 * 2
+    assert (maps["gate"], maps["up"]) == (call.gate_up.data_ptr(), call.gate_up.data_ptr() + 320 * 192 * 2)
+    assert maps["down"] == call.down.data_ptr()
+    assert (combine["pool"], combine["by_slot"]) == (arena + rank.peers.layout.results, 1)
+    assert (combine["y"], combine["tokens"], combine["topk"]) == (call.y.data_ptr(), 50, 3)
+
+
+def test_ids_of_four_bytes_are_told_apart(loader: FakeLoader) -> None:
+    rank = Rank(0, 2)
+    rank.forward(8, ids=torch.int32)
+    rank.forward(8)
+    assert [s.values()["plan.wide_ids"] for s in loader.seen if s.name == "pk_plan_peers"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "plan", "forward"), [(66, 64, 66), (33, 32, 32), (16, 16, 16), (9, 8, 8), (2, 8, 2)]
+)
+def test_grids_fill_a_ranks_share_in_whole_clusters(loader: FakeLoader, num_sms: int, plan: int, forward: int) -> None:
+    Rank(0, 2, num_sms=num_sms).forward(8)
+    seen = by_name(loader)
+    assert (seen["pk_plan_peers"].grid, seen["pk_forward"].grid) == (plan, forward)
+
+
+def test_a_group_leaves_eight_sms_to_others_unless_told(loader: FakeLoader) -> None:
+    Rank(0, 2, reserve_sms=None).forward(8)
+    assert by_name(loader)["pk_forward"].grid == 124
+
+
+@pytest.mark.parametrize(
+    ("fields", "clusters", "expected"),
+    [
+        ({"max_tokens_per_rank": 16384, "topk": 8, "num_experts": 128, "intermediate": 768}, 66, 3),  # 8 x 6 tiles
+        ({"max_tokens_per_rank": 8192, "topk": 8, "num_experts": 128, "intermediate": 1536}, 33, 2),
+        ({"max_tokens_per_rank": 1}, 66, 4),  # of 4 experts
+        ({"max_tokens_per_rank": 2**20}, 8, 1),
+    ],
+)
+def test_the_second_gemm_stays_two_rounds_behind(fields: dict[str, Any], clusters: int, expected: int) -> None:
+    assert cuda_peers.lag(config_of(**fields), 2, clusters) == expected
+
+
+def test_the_activation_chooses_the_kernel(loader: FakeLoader) -> None:
+    clamped = {"activation": SwiGLU(clamp=7.0, alpha=1.702, up_offset=1.0)}
+    Rank(0, 2, **clamped).forward(8)
+    args = by_name(loader)["pk_forward"].values()
+    assert (args["clamp"], args["alpha"], args["up_offset"]) == (7.0, pytest.approx(1.702), 1.0)
+    for fields in ({}, clamped):
+        assert set(peer_kernel_keys(config_of(**fields))) <= set(VARIANTS)
+    assert peer_kernel_keys(config_of()) != peer_kernel_keys(config_of(**clamped))
+
+
+def test_a_forward_allocates_what_the_memory_plan_says(loader: FakeLoader) -> None:
+    for save in ("preact", "inputs", "full"):
+        rank = Rank(0, 4, save=save, max_tokens_per_rank=512)
+        call = rank.forward(512, save=save)
+        kept = [call.plan] + ([] if call.preact is None else [call.preact])
+        inputs = 512 * 192 * 2 + 512 * 3 * (8 + 4)
+        plan = plan_memory(rank.config, ep_size=4)
+        assert plan.saved_bytes_per_layer == inputs + sum(t.numel() * t.element_size() for t in kept)
+        assert list(call.plan.shape) == [rank.backend.plan_numel(rank.config, num_tokens=512, ep_size=4)]
+        shape = rank.backend.preact_shape(rank.config, num_tokens=512, ep_size=4, save=save)
+        assert call.preact is None or call.preact.shape == shape
+        (calls,) = rank.backend._calls.values()
+        work = calls.of(cuda_calls.ForwardShape(512, save, False, True)).work_bytes
+        assert work <= plan.workspace_bytes
+        loader.seen.clear()
+
+
+def test_the_backward_among_peers_is_refused_with_a_way_out(loader: FakeLoader) -> None:
+    rank = Rank(0, 2)
+    call = rank.forward(8)
+    operands = (call.x, call.x, call.ids, call.scores, call.gate_up, call.down, call.plan, call.preact)
+    with pytest.raises(UnsupportedConfig, match=r'backward among 2 ranks .* backend="grouped"'):
+        rank.backend.backward(rank.runtime, *operands, needs=Needs(True, True, True, True), wgrad_dtype=None)
+
+
+def enum_words(name: str) -> set[int]:
+    text = (Path(__file__).resolve().parents[2] / "kernels_src/common/fault.cuh").read_text()
+    body = re.search(rf"enum class {name} : u32 \{{(.*?)\}};", text, re.S)
+    assert body is not None
+    return {int(value) for value in re.findall(r"= (\d+)", body.group(1))} - {0}
+
+
+def test_every_role_and_wait_of_the_kernels_has_a_name() -> None:
+    assert set(cuda_faults._ROLES) == enum_words("Role")
+    assert set(cuda_faults._WAITS) == enum_words("Wait")
+
+
+@pytest.mark.parametrize(
+    ("role", "wait", "text"),
+    [
+        (5, 6, "in phase plan for ep_rank 3: for a peer's counts"),
+        (5, 7, "in phase plan for ep_rank 3: for a peer's rows"),
+        (4, 8, "in phase pull for ep_rank 3: for a peer's tokens"),
+        (6, 9, "in phase end for ep_rank 3: for a peer's end"),
+    ],
+)
+def test_a_wait_for_a_peer_names_rank_peer_phase_and_seconds(role: int, wait: int, text: str) -> None:
+    rank = Rank(1, 4, peer_timeout_s=2.5)
+    rank.backend._faults[rank.runtime][:] = torch.tensor([1, 17, role, wait, 0, 4, 0, 0])
+    with pytest.raises(PeerTimeout, match=f"ep_rank 1 waited 2.5 s {text}") as info:
+        rank.backend.check(rank.runtime)
+    facts = {name: info.value.facts[name] for name in ("ep_rank", "peers", "seconds")}
+    assert facts == {"ep_rank": 1, "peers": [3], "seconds": 2.5}
+    assert info.value.code == "E52"
+    rank.backend.check(rank.runtime)  # told once
+
+
+def test_a_wait_inside_the_gpu_is_no_peers_fault(loader: FakeLoader) -> None:
+    rank = Rank(0, 2)
+    record = rank.backend._faults[rank.runtime]
+    record[:4] = torch.tensor([1, 3, 4, 10])
+    with pytest.raises(LaunchError, match="the pull role of CTA 3 waited for the first copy of a row") as info:
+        rank.backend.check(rank.runtime)
+    assert info.value.code == "E44"
+    assert "A rank that stopped between two launches" in str(info.value)
+    record[4] = 2
+    with pytest.raises(ShapeError, match=r"2 ids outside \[-1, 8\)"):
+        rank.backend.check(rank.runtime)
