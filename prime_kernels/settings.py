@@ -6,6 +6,7 @@ Everything else in the package takes its options as arguments. `prime-kernels en
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +15,7 @@ from prime_kernels.errors import UnsupportedConfig
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 PREFIX = "PRIME_KERNELS_"
 PACKS = ("cu129", "cu130")
@@ -136,3 +137,18 @@ def settings() -> Settings:
         UnsupportedConfig: A PRIME_KERNELS_ variable has a value outside its domain (code E70).
     """
     return read(os.environ)
+
+
+@contextlib.contextmanager
+def without_multicast() -> Iterator[None]:
+    """Ask torch to make no multicast objects while it exchanges memory; the one variable that this package sets."""
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
