@@ -23,7 +23,7 @@ from prime_kernels.moe import cuda_peers
 from prime_kernels.moe.backend import Backend, BackwardResult, ForwardResult, Needs
 from prime_kernels.moe.cuda_calls import BackwardAddresses, BackwardShape, Calls, ForwardAddresses, ForwardShape
 from prime_kernels.moe.cuda_faults import FAULT_WORDS, fault_error
-from prime_kernels.moe.cuda_variants import address, kernel_keys, plan_numel, preact_shape, split
+from prime_kernels.moe.cuda_variants import address, kernel_keys, peer_kernel_keys, plan_numel, preact_shape, split
 from prime_kernels.peers.arena import MAX_PEERS
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ class CudaBackend(Backend):
     def warmup(self, runtime: RuntimeView, num_tokens: tuple[int, ...]) -> None:
         from prime_kernels.loader import load_kernel
 
-        for key in kernel_keys(runtime.config):
+        keys = kernel_keys if runtime.peers is None else peer_kernel_keys
+        for key in keys(runtime.config):
             load_kernel(key, device=runtime.device.index)
 
     def check(self, runtime: RuntimeView) -> None:

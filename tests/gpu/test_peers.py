@@ -12,6 +12,7 @@ from torch import Tensor
 
 import prime_kernels
 from prime_kernels.errors import PeerTimeout, ShapeError, UnsupportedConfig
+from prime_kernels.moe.backend import ForwardResult
 from tests.gpu.helpers import runtime_for
 from tests.gpu.peers import NAN_BYTE, World, check_y, joined, make_case, oracle, routes, same_bits
 from tests.helpers.cases import Case
@@ -36,7 +37,7 @@ def case_of(kind: str, tokens: int, *, hidden: int = 704, intermediate: int = 32
     return make_case(ids, hidden=hidden, intermediate=intermediate, experts=EXPERTS, seed=seed)
 
 
-def check_counts(world: World, case: Case, counts: list[int], results: list) -> None:
+def check_counts(world: World, case: Case, counts: list[int], results: list[ForwardResult]) -> None:
     """What every rank sent to every expert, and every expert got."""
     sent = []
     for rank, result in enumerate(results):
@@ -100,32 +101,35 @@ def test_bits_depend_neither_on_the_number_of_ranks_nor_on_their_share_of_tokens
         assert same_bits(joined(World(case, [600, 500], pacing_gb_s=pace).forward()), want), pace
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def kept_places(counts: list[int], results: list[ForwardResult]) -> Tensor:
+    """Of every slot of all ranks: owner << 28 | pool row there, -1 without an expert."""
+    head = 2 * (EXPERTS // len(counts)) + 1
+    return torch.cat([r.plan[head : head + n * TOPK] for r, n in zip(results, counts, strict=True)])
+
+
 @own_gpu_process
-def test_what_is_kept_for_the_backward_are_the_rows_that_one_rank_keeps(ranks: int) -> None:
-    counts = COUNTS[ranks]
-    case = case_of("skewed", sum(counts), seed=6)
-    _, rows, kept = one_rank(case, "preact")
-    assert kept is not None
-    named = rows >= 0
-    world, local, z_width = World(case, counts), EXPERTS // ranks, 2 * case.w_gate.shape[1]
-    for save in ("preact", "full"):
-        results = world.forward(save=save)
-        head = 2 * local + 1
-        places = torch.cat([r.plan[head : head + n * TOPK] for r, n in zip(results, counts, strict=True)])
-        assert torch.equal(places >= 0, named)
-        owner, row = places[named] >> 28, places[named] & (1 << 28) - 1
-        assert torch.equal(owner, (case.topk_ids.flatten()[named] // local).int())
-        token = torch.arange(len(places), device="cuda")[named] // TOPK
-        for rank, result in enumerate(results):
-            mine, preact = owner == rank, result.preact
-            assert preact is not None
-            z = preact.view(-1)[: len(preact) * z_width].view(-1, z_width)
-            assert same_bits(z[row[mine].long()], kept[rows[named][mine].long()]), rank
-            assert len(row[mine].unique()) == int(mine.sum()) == int(result.recv_per_local_expert.sum())
-            if save == "full":
-                x_rows = preact.view(-1)[len(preact) * z_width :].view(len(preact), -1)
-                assert same_bits(x_rows[row[mine].long()], case.x[token[mine]]), rank
+def test_what_is_kept_for_the_backward_are_the_rows_that_one_rank_keeps() -> None:
+    for counts in COUNTS.values():
+        case, ranks = case_of("skewed", sum(counts), seed=6), len(counts)
+        _, rows, kept = one_rank(case, "preact")
+        assert kept is not None
+        named, z_width, world = rows >= 0, kept.shape[1], World(case, counts)
+        token = torch.arange(len(rows), device="cuda")[named] // TOPK
+        for save in ("preact", "full"):
+            results = world.forward(save=save)
+            places = kept_places(counts, results)
+            assert torch.equal(places >= 0, named)
+            owner, row = places[named] >> 28, (places[named] & (1 << 28) - 1).long()
+            assert torch.equal(owner, (case.topk_ids.flatten()[named] // (EXPERTS // ranks)).int())
+            for rank, result in enumerate(results):
+                mine, preact = owner == rank, result.preact
+                assert preact is not None
+                z, x_rows = preact.view(-1).split([len(preact) * z_width, preact.numel() - len(preact) * z_width])
+                assert same_bits(z.view(-1, z_width)[row[mine]], kept[rows[named][mine].long()]), (ranks, rank)
+                assert len(row[mine].unique()) == int(mine.sum()) == int(result.recv_per_local_expert.sum())
+                if save == "full":
+                    assert same_bits(x_rows.view(len(preact), -1)[row[mine]], case.x[token[mine]]), (ranks, rank)
+        world.close()
 
 
 def keep_calling(world: World, cases: list[tuple[Case, list[int]]], calls: int, seed: int) -> None:
