@@ -164,7 +164,7 @@ def _attempt(group: ProcessGroup, step: Callable[[], _T]) -> _T:
     try:
         result = step()
     except RuntimeError as error:
-        reason = str(error)
+        reason = error.message if isinstance(error, BackendUnavailable) else str(error)
     for peer, text in enumerate(_gather(group, reason)):
         if text is not None:
             raise BackendUnavailable(
@@ -182,7 +182,7 @@ def _allocate(size: int, device: torch.device) -> Tensor:
 
     name = _SymmetricMemory.get_backend(device)
     if name not in (None, "CUDA"):
-        raise RuntimeError(f"its symmetric memory was set to {name}; need CUDA")
+        raise BackendUnavailable(f"its symmetric memory was set to {name}; need CUDA")
     # Not through torch's own pool, where what else a rank has allocated would move its arena against the others'.
     return _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
 
@@ -193,9 +193,9 @@ def _rendezvous(arena: Tensor, group: ProcessGroup) -> Any:
 
     handle = _SymmetricMemory.rendezvous(arena, group.group_name)
     if handle is None:
-        raise RuntimeError("the rendezvous gave no handle")
+        raise BackendUnavailable("the rendezvous gave no handle")
     if handle.multicast_ptr:
-        raise RuntimeError("it made a multicast object although it was asked not to")
+        raise BackendUnavailable("it made a multicast object although it was asked not to")
     if handle.buffer_ptrs[dist.get_rank(group)] != arena.data_ptr():
-        raise RuntimeError("the arena is not where the handle says that it is")
+        raise BackendUnavailable("the arena is not where the handle says that it is")
     return handle
