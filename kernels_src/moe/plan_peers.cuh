@@ -45,6 +45,7 @@ struct PlanPeers {
 
     // A slot's place in slot_row: rank << 28 | pool row there; kNoRow where it has no expert.
     static constexpr u32 kRankShift = 28;
+    static constexpr u32 kGaveUp = ~0u;  // instead of a CTA's first row of expert 0
 
     struct Context {
         const Args& args;
@@ -100,11 +101,23 @@ struct PlanPeers {
         comm::PeerWaiter waiter{c.peers, c.args.plan.fault, Role::kPlan};
         if (threadIdx.x < c.ranks) waiter.wait(kind, threadIdx.x, c.epoch, what);
         if (__syncthreads_and(!waiter.dead)) return true;
+        drop_rows(c);
+        return false;
+    }
+
+    PK_DEVICE static void drop_rows(const Context& c) {
         for (u32 e = threadIdx.x; e < c.local; e += kThreads) {
             c.args.plan.counts[e] = 0;
             c.args.plan.starts[e] = c.args.plan.starts[e + 1] = 0;
         }
-        return false;
+    }
+
+    // Whether all CTAs have placed and sent their share: a peer may have come when some of them had
+    // just given up. The same in the whole cluster; after a cluster_sync.
+    PK_DEVICE static bool all_placed(const Context& c) {
+        const u32 lane = threadIdx.x & 31;
+        const bool missing = lane < kCtas && ptx::ld_cluster_u32(c.tables.next, lane) == kGaveUp;
+        return __ballot_sync(~0u, missing) == 0;
     }
 
     struct Rows {
@@ -236,15 +249,20 @@ struct PlanPeers {
         send_counts(c);
         const bool counted = wait_all(c, comm::Flag::kCounts, Wait::kPeerCounts);
         if (counted && threadIdx.x / 32 < c.ranks) place_experts(c, threadIdx.x / 32);
+        if (!counted && threadIdx.x == 0) c.tables.next[0] = kGaveUp;
         __syncthreads();
         if (counted) place_slots(c, range);
         // Every slot's place, for the threads that look for a token's first copy.
         ptx::cluster_sync();
         if (counted) send_rows(c);
         ptx::cluster_sync();
-        if (threadIdx.x == 0 && counted && c.cta < c.ranks)
+        const bool placed = all_placed(c);
+        if (threadIdx.x == 0 && placed && c.cta < c.ranks)
             comm::tell(c.peers, c.cta, comm::Flag::kPlaced, c.epoch);
-        if (counted && wait_all(c, comm::Flag::kPlaced, Wait::kPeerRows)) keep_list(c);
+        if (!placed)
+            drop_rows(c);
+        else if (wait_all(c, comm::Flag::kPlaced, Wait::kPeerRows))
+            keep_list(c);
         // After every CTA has read the old one.
         if (threadIdx.x == 0 && c.cta == 0) comm::state_of(c.peers, c.rank)->epoch = c.epoch;
     }
