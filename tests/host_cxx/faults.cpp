@@ -5,6 +5,7 @@
 #include "layer.hpp"
 #include "moe/down_grad.cuh"
 #include "moe/gate_up.cuh"
+#include "peers_call.hpp"
 #include "sim/grid.hpp"
 
 using namespace prime;
@@ -14,6 +15,8 @@ using layer::Matrix;
 namespace {
 
 constexpr u32 kGrid = 2;
+constexpr u32 kAstray = 0xABABABAB;  // a token of a rank that is none
+constexpr u64 kSecond = 1000ull * 1000 * 1000;
 
 sim::Machine machine(17);
 
@@ -64,7 +67,121 @@ void lose_some(bool mn_major) {
     }
 }
 
+// Runs calls of ranks of which some do only the first launches of theirs, none or a few.
+struct Broken {
+    peers::Size size;
+    peers::Model model{64, 2};
+    peers::Weights weights{size, model};
+    peers::Run all{size};
+
+    Broken(const peers::Size& s, const std::vector<u32>& tokens) : size(s) {
+        all.add<true>(
+            model, weights,
+            std::make_unique<peers::Call>(size, tokens, all.arenas, machine.random));
+        machine.stalls_allowed = true;
+    }
+
+    // What nobody has written leads astray.
+    void spoil_lists() {
+        const comm::RowEntry nobody{kAstray, kAstray, -1, 1.0f};
+        for (const auto& plan : all.calls[0]->plans)
+            plan->unlist(nobody);
+        for (u32 r = 0; r < size.ranks; ++r)
+            for (u32 row = 0; row < size.most_rows(); ++row)
+                std::memcpy(
+                    all.arenas.at(r, all.arenas.of(r).rows + row * sizeof(nobody)), &nobody,
+                    sizeof(nobody));
+    }
+
+    void run() { sim::run_kernels(machine, all.streams); }
+
+    const FaultRecord& plan(u32 rank) const { return all.calls[0]->plans[rank]->fault; }
+    const FaultRecord& forward(u32 rank) const { return all.forwards[0][rank]->fault; }
+};
+
+void expect(const FaultRecord& fault, Role role, Wait wait, u32 peer) {
+    CHECK(
+        fault.code == 1 && fault.role == static_cast<u32>(role) &&
+            fault.wait == static_cast<u32>(wait) && fault.peer == peer + 1,
+        "code %u: role %u waited for %u of %u, not %u for %u of %u", fault.code, fault.role,
+        fault.wait, fault.peer, static_cast<u32>(role), static_cast<u32>(wait), peer + 1);
+}
+
 }  // namespace
+
+CASE(a_rank_that_never_comes_is_named_by_the_plan_and_at_the_end) {
+    for (u32 absent = 0; absent < 3; ++absent) {
+        Broken b({3, 6, 2, 64}, {20, 30, 10});
+        b.all.streams[absent].clear();
+        b.spoil_lists();
+        b.run();
+        for (u32 r = 0; r < 3; ++r) {
+            if (r == absent) continue;
+            expect(b.plan(r), Role::kPlan, Wait::kPeerCounts, absent);
+            expect(b.forward(r), Role::kEnd, Wait::kPeerDone, absent);
+            for (u32 e = 0; e <= b.size.local(); ++e)
+                CHECK(b.all.calls[0]->plans[r]->starts[e] == 0, "rank %u has rows to multiply", r);
+        }
+    }
+}
+
+CASE(a_rank_that_leaves_after_its_plan_is_named_by_those_who_pull_from_it) {
+    Broken b({2, 4, 2, 64}, {90, 100});
+    b.all.streams[1].resize(1);
+    b.run();
+    b.all.calls[0]->plans[0]->check(*b.all.calls[0]->wanted, 0);
+    expect(b.forward(0), Role::kPull, Wait::kPeerReady, 1);
+}
+
+CASE(a_rank_that_nothing_is_pulled_from_is_missed_at_the_end) {
+    Broken b({2, 4, 2, 64}, {50, 0});
+    b.all.streams[1].resize(1);
+    b.run();
+    b.all.calls[0]->plans[0]->check(*b.all.calls[0]->wanted, 0);
+    expect(b.forward(0), Role::kEnd, Wait::kPeerDone, 1);
+    b.all.forwards[0][0]->fault = {};
+    b.all.forwards[0][0]->check_pool(*b.all.calls[0], 0);
+}
+
+CASE(a_rank_that_sends_counts_but_no_rows_is_named_by_the_plan) {
+    Broken b({2, 4, 2, 64}, {60, 0});
+    b.all.streams[1].clear();
+    const comm::Peers& p = b.all.arenas.of(0);
+    std::memset(b.all.arenas.at(0, p.counts), 0, 2 * b.size.experts * 4);
+    *comm::flag_at(p, 0, comm::Flag::kCounts, 1) = 1;
+    b.run();
+    expect(b.plan(0), Role::kPlan, Wait::kPeerRows, 1);
+    expect(b.forward(0), Role::kEnd, Wait::kPeerDone, 1);
+}
+
+// Of the CTAs that wait for the same rank some give up, and then it comes.
+CASE(a_rank_that_comes_when_some_have_given_up_leads_nobody_astray) {
+    for (u32 round = 0; round < 16; ++round) {
+        Broken b({2, 4, 2, 64}, {40, 0});
+        b.spoil_lists();
+        const peers::RankPlan& plan = *b.all.calls[0]->plans[0];
+        const comm::Peers& p = b.all.arenas.of(0);
+        const sim::Work late = sim::work_of({1, 32, 1, 0}, [&] {
+            while (plan.fault.code == 0)
+                sim::machine->poll("late");
+            std::memset(b.all.arenas.at(0, p.counts + b.size.experts * 4), 0, b.size.experts * 4);
+            *comm::flag_at(p, 0, comm::Flag::kCounts, 1) = 1;
+            *comm::flag_at(p, 0, comm::Flag::kPlaced, 1) = 1;
+        });
+        b.all.streams = {{b.all.streams[0][0]}, {late}};
+        b.run();
+        expect(plan.fault, Role::kPlan, Wait::kPeerCounts, 1);
+        for (i32 row = 0; row < plan.starts[b.size.local()]; ++row)
+            CHECK(plan.list[row].source != kAstray, "row %d is multiplied, not listed", row);
+        const bool placed = *comm::flag_at(b.all.arenas.of(1), 1, comm::Flag::kPlaced, 0) != 0;
+        const auto* sent = reinterpret_cast<const comm::RowEntry*>(b.all.arenas.at(1, p.rows));
+        for (u32 row = 0; placed && row < b.all.calls[0]->wanted->list[1].size(); ++row)
+            CHECK(
+                sent[row].source != kAstray ||
+                    b.all.calls[0]->wanted->list[1][row].source == comm::kNoRow,
+                "row %u is announced to its rank, not sent", row);
+    }
+}
 
 CASE(a_lost_load_of_an_operand_ends_the_launch_with_a_fault) {
     lose_some<moe::GateUp<true>>(false);

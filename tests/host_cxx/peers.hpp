@@ -172,6 +172,7 @@ struct RankPlan {
     layer::Matrix x;
     std::vector<i32> counts, starts, slot_row, tokens_per_expert, recv_per_expert;
     std::vector<u32> counters;
+    RowEntry unlisted{77, 77, 77, 77.0f};  // what rows hold until a plan has them
     std::vector<RowEntry> list;
     FaultRecord fault{};
     moe::PlanPeersArgs args{};
@@ -189,7 +190,7 @@ struct RankPlan {
           tokens_per_expert(size.experts, -77),
           recv_per_expert(size.local(), -77),
           counters(2 * rows / 64 + 1, ~0u),
-          list(rows + kSpare, RowEntry{77, 77, 77, 77.0f}) {
+          list(rows + kSpare, unlisted) {
         const bool wide = random.below(2) != 0;
         ids = r.bytes(wide, size.experts);
         x.fill(random, 1.0f);
@@ -217,6 +218,11 @@ struct RankPlan {
         args.row_bytes = size.hidden * 2;
     }
 
+    void unlist(const RowEntry& with) {
+        unlisted = with;
+        list.assign(list.size(), with);
+    }
+
     void check(const Wanted& wanted, u32 rank) const {
         CHECK(
             fault.code == 0, "rank %u: role %u waited too long for %u of %u", rank, fault.role,
@@ -230,7 +236,7 @@ struct RankPlan {
         const std::vector<RowEntry>& right = wanted.list[rank];
         for (u32 r = 0; r < list.size(); ++r) {
             const RowEntry& got = list[r];
-            const RowEntry want = r < right.size() ? right[r] : RowEntry{77, 77, 77, 77.0f};
+            const RowEntry want = r < right.size() ? right[r] : unlisted;
             CHECK(
                 std::memcmp(&got, &want, sizeof(got)) == 0,
                 "rank %u row %u: %08x slot %u copy of %d score %g, not %08x %u %d %g", rank, r,
