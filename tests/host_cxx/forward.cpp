@@ -99,3 +99,19 @@ CASE(any_number_of_ranks_computes_the_same_bits) {
             y_of(size, model, weights, routing, x, tokens) == alone, "%zu ranks: other bits",
             tokens.size());
 }
+
+CASE(transport_alone_brings_every_token_and_sends_zeros) {
+    const Size size{2, 4, 2, 64};
+    const Model model{128, 1, true, INFINITY, 1, 0, true};
+    const Weights weights(size, model);
+    Run all(size);
+    for (u32 i = 0; i < 2; ++i)
+        all.add<true>(
+            model, weights,
+            std::make_unique<Call>(size, std::vector<u32>{70, 33}, all.arenas, machine.random));
+    sim::run_kernels(machine, all.streams);
+    for (const auto& forwards : all.forwards)
+        for (const auto& f : forwards)
+            for (const u16 bits : f->y.bits)
+                CHECK((bits & 0x7FFF) == 0, "y has %04x", bits);
+}

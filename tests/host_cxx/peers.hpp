@@ -151,8 +151,11 @@ struct Arenas {
         p.timeout_ns = kTimeoutNs;
         p.bytes_per_us = size.bytes_per_us;
         words.assign(size.ranks, std::vector<u64>(end / 8, ~0ull));
-        for (u32 r = 0; r < size.ranks; ++r)
+        sim::remote.regions.clear();
+        for (u32 r = 0; r < size.ranks; ++r) {
             p.arena[r] = reinterpret_cast<u64>(words[r].data());
+            sim::remote.regions.push_back({at(r, 0), end, r});
+        }
         for (u32 r = 0; r < size.ranks; ++r) {
             std::memset(at(r, 0), 0, flags_end);
             p.rank = r;

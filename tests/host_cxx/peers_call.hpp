@@ -19,6 +19,7 @@ struct Model {
     u32 lag = 1;
     bool keep_z = true;
     double clamp = INFINITY, alpha = 1, offset = 0;
+    bool only_moves = false;
 };
 
 // The experts of all ranks.
@@ -89,6 +90,8 @@ struct RankForward {
             .intermediate = half,
             .lag = m.lag,
             .keep_z = m.keep_z,
+            .only_moves = m.only_moves,
+            .reserved = 0,
             .alpha = static_cast<float>(m.alpha),
             .clamp = static_cast<float>(m.clamp),
             .up_offset = static_cast<float>(m.offset)};

@@ -72,7 +72,13 @@ inline int __syncthreads_and(int predicate) {
 }
 
 inline void __syncwarp(unsigned mask) {
-    if (mask != 1u << sim::machine->self().lane()) sim::exchange(mask, 0, "__syncwarp");
+    if (mask == 1u << sim::machine->self().lane()) return;
+    sim::Warp& warp = sim::machine->warp();
+    sim::Knowledge& known = warp.known[warp.generation & 1];
+    if (warp.arrived == 0) known = nullptr;
+    sim::learn(known, sim::machine->self().known);
+    sim::exchange(mask, 0, "__syncwarp");
+    sim::learn(sim::machine->self().known, known);
 }
 
 inline void __threadfence_system() {}

@@ -28,7 +28,8 @@ Work kernel_work(u32 grid, const typename Kernel::Args& args) {
             threadIdx.x);
     });
     // A launch ends when all it has written is in memory.
-    work.ends = [first, threads = grid * kLaunch.threads] {
+    work.ends = [first, threads = grid * kLaunch.threads](u32 stream) {
+        remote.end(stream);
         const auto end = bulks.lower_bound(*first + threads);
         for (auto bulk = bulks.lower_bound(*first); bulk != end; ++bulk) {
             bulk->second.groups.emplace_back();

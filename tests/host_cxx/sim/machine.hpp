@@ -46,11 +46,64 @@ struct Work {
     Shape shape;
     std::function<void(u32 first_cta)> begins;
     std::function<void()> body;  // of every thread
-    std::function<void()> ends;
+    std::function<void(u32 stream)> ends;
 };
 
 // Launches that run one after the other.
 using Stream = std::vector<Work>;
+
+// Something that was started and takes place later: at a random time, or when it is waited for.
+struct Later {
+    std::function<void()> run;
+    bool done = false;
+
+    void finish() {
+        if (done) return;
+        done = true;
+        run();
+    }
+};
+
+// What a thread has written to other ranks' memory, or has been told of: others may see it late,
+// until a fence at system scope by a thread that knows of it.
+struct Known {
+    std::vector<std::shared_ptr<Later>> writes;
+    std::vector<std::shared_ptr<Known>> from;
+    u32 depth = 0;
+
+    bool nothing() const { return writes.empty() && from.empty(); }
+
+    void arrive() {
+        std::vector<std::shared_ptr<Known>> all = std::move(from);
+        for (const auto& write : writes)
+            write->finish();
+        while (!all.empty()) {
+            const std::shared_ptr<Known> known = std::move(all.back());
+            all.pop_back();
+            for (const auto& write : known->writes)
+                write->finish();
+            known->writes.clear();
+            for (auto& more : known->from)
+                all.push_back(std::move(more));
+            known->from.clear();
+        }
+        writes.clear();
+        from.clear();
+    }
+};
+using Knowledge = std::shared_ptr<Known>;
+
+inline void learn(Knowledge& to, const Knowledge& what) {
+    constexpr u32 kDeepest = 50;
+    if (what == nullptr || what == to || what->nothing()) return;
+    if (to == nullptr || to->nothing()) {
+        to = what;
+        return;
+    }
+    const u32 depth = std::max(to->depth, what->depth) + 1;
+    to = std::make_shared<Known>(Known{{}, {to, what}, depth});
+    if (depth > kDeepest) to->arrive();
+}
 
 struct Launch;
 
@@ -58,9 +111,10 @@ struct Thread {
     jmp_buf place;
     std::unique_ptr<u8[]> stack;
     Launch* launch = nullptr;
-    u32 id = 0;                 // of all threads of a run
-    u32 cta = 0;                // of all CTAs of a run
-    u32 index = 0;              // in the CTA
+    u32 id = 0;     // of all threads of a run
+    u32 cta = 0;    // of all CTAs of a run
+    u32 index = 0;  // in the CTA
+    Knowledge known;
     const u32* word = nullptr;  // runs once this is not `held`, or a stall came; null: can run
     const u32* stalls = nullptr;
     u32 held = 0, stalls_held = 0;
@@ -76,6 +130,7 @@ struct Meeting {
     u32 arrived = 0;
     u32 generation = 0;
     bool votes[2] = {false, false};  // of this generation and of the one before
+    Knowledge known[2];              // what those who meet tell one another
 };
 
 // A lane of a warp that does not run for some rounds: nothing but collectives keeps lanes together.
@@ -88,6 +143,7 @@ struct Warp {
     u32 arrived = 0, mask = 0, generation = 0;
     u32 active = 0, asking = 0, asked = 0;  // of __activemask
     u32 stalls = 0;                         // that this warp has seen
+    Knowledge known[2];                     // of __syncwarp, as of a meeting
     u32 pace = 1;                           // it runs in one of so many rounds
     Sleep sleep;
     const char* what = nullptr;
@@ -113,18 +169,6 @@ struct Launch {
     std::vector<Warp> warps;
 
     const Shape& shape() const { return work.shape; }
-};
-
-// Something that was started and takes place later: at a random time, or when it is waited for.
-struct Later {
-    std::function<void()> run;
-    bool done = false;
-
-    void finish() {
-        if (done) return;
-        done = true;
-        run();
-    }
 };
 
 class Machine;
@@ -252,15 +296,19 @@ inline void Machine::poll(const char* where) {
 
 inline void Machine::meet(Meeting& meeting, u32 members, const char* where) {
     const u32 generation = meeting.generation;
+    Knowledge& known = meeting.known[generation & 1];
+    learn(known, self().known);
     if (++meeting.arrived == members) {
         meeting.arrived = 0;
         ++meeting.generation;
         meeting.votes[meeting.generation & 1] = false;
+        meeting.known[meeting.generation & 1] = nullptr;
         happened();
-        return;
+    } else {
+        while (!block(where, meeting.generation, generation)) {
+        }
     }
-    while (!block(where, meeting.generation, generation)) {
-    }
+    learn(self().known, known);
 }
 
 inline bool Machine::take_one_later() {
@@ -377,7 +425,7 @@ inline void Machine::finish_launches(std::vector<Due>& due) {
         launches_.erase(launches_.begin() + l);
         for (Thread& thread : launch->threads)
             stacks_.push_back(std::move(thread.stack));
-        if (launch->work.ends) launch->work.ends();
+        if (launch->work.ends) launch->work.ends(launch->stream);
         due.push_back({launch->stream, delay()});
         happened();
     }

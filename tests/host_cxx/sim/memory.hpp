@@ -116,6 +116,63 @@ struct Memory {
 
 inline Memory memory;
 
+// Global memory that belongs to the launches of one stream; what those of another write there with
+// ptx::st_v4 arrives late. (Plain stores of the language arrive at once: nothing can hold them.)
+struct Region {
+    const u8* begin;
+    u64 bytes;
+    u32 stream;
+};
+
+struct Remote {
+    std::vector<Region> regions;
+    std::vector<std::vector<std::shared_ptr<Later>>> writes;  // of each stream's launch
+    std::map<const void*, Knowledge> words;                   // released with these
+
+    bool is_remote(const void* at) const {
+        for (const Region& r : regions)
+            if (at >= r.begin && at < r.begin + r.bytes)
+                return r.stream != machine->launch().stream;
+        return false;
+    }
+
+    void write(std::function<void()> run) {
+        const auto later = std::make_shared<Later>(Later{std::move(run)});
+        Knowledge& known = machine->self().known;
+        if (known == nullptr || known.use_count() > 1) {
+            const Knowledge before = std::move(known);
+            known = std::make_shared<Known>();
+            if (before != nullptr) *known = {{}, {before}, before->depth + 1};
+        }
+        known->writes.push_back(later);
+        const u32 stream = machine->launch().stream;
+        if (writes.size() <= stream) writes.resize(stream + 1);
+        writes[stream].push_back(later);
+        if (machine->random.below(2)) machine->later(later);  // the others wait to be waited for
+    }
+
+    void fence() {
+        if (machine->self().known != nullptr) machine->self().known->arrive();
+    }
+
+    void release(const void* word) { learn(words[word], machine->self().known); }
+
+    void acquire(const void* word) {
+        const auto found = words.find(word);
+        if (found != words.end()) learn(machine->self().known, found->second);
+    }
+
+    // A launch ends when all it has written is there.
+    void end(u32 stream) {
+        if (stream >= writes.size()) return;
+        for (const auto& write : writes[stream])
+            write->finish();
+        writes[stream].clear();
+    }
+};
+
+inline Remote remote;
+
 // A launch with dynamic shared memory that starts at any multiple of 16.
 inline Work work_of(const Shape& shape, std::function<void()> body) {
     const auto begins = [shape](u32) { memory.add(shape, 1024 + machine->random.below(64) * 16); };
@@ -124,6 +181,8 @@ inline Work work_of(const Shape& shape, std::function<void()> body) {
 
 inline void run_streams(Machine& m, const std::vector<Stream>& streams) {
     memory.ctas.clear();
+    remote.words.clear();
+    remote.writes.clear();
     m.run(streams);
 }
 

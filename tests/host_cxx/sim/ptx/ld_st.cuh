@@ -8,6 +8,7 @@ namespace prime::ptx {
 
 inline u32 ld_acquire_gpu(const u32* ptr) {
     sim::machine->poll("ld_acquire_gpu");
+    sim::remote.acquire(ptr);
     return *ptr;
 }
 
@@ -17,11 +18,14 @@ inline u32 ld_acquire_sys(const u32* ptr) {
 }
 
 inline void st_release_sys(u32* ptr, u32 v) {
+    sim::remote.fence();
     *ptr = v;
     sim::machine->happened();
 }
 
 inline u32 atom_add_acq_rel_gpu(u32* ptr, u32 v) {
+    sim::remote.release(ptr);
+    sim::remote.acquire(ptr);
     return atomicAdd(ptr, v);
 }
 
@@ -30,6 +34,7 @@ inline uint4 ld_v4(const void* ptr) {
 }
 
 inline void red_add_release_gpu(u32* ptr, u32 v) {
+    sim::remote.release(ptr);
     atomicAdd(ptr, v);
 }
 
@@ -38,7 +43,11 @@ inline uint4 ld_nc_v4(const void* ptr) {
 }
 
 inline void st_v4(void* ptr, uint4 v) {
-    *static_cast<uint4*>(ptr) = v;
+    const auto write = [ptr, v] { *static_cast<uint4*>(ptr) = v; };
+    if (sim::remote.is_remote(ptr))
+        sim::remote.write(write);
+    else
+        write();
 }
 
 inline void st_shared_v4(u32 addr, i32 a, i32 b, i32 c, i32 d) {
