@@ -30,7 +30,7 @@ struct GemmSmem {
     static constexpr u32 kTileFull = kStageEmpty + 8 * kStages;
     static constexpr u32 kTileEmpty = kTileFull + 8 * 4;
     static constexpr u32 kSlabFull = kTileEmpty + 8 * 4;  // two per math warpgroup
-    static constexpr u32 kPlaces = kSlabFull + 8 * 4;  // of the rows that a tile sends to peers
+    static constexpr u32 kPlaces = kSlabFull + 8 * 4;     // of the rows that a tile sends to peers
     static constexpr u32 kEnd = kPlaces + 2 * kPlaceRows * kPlaceBytes;
     static constexpr u32 kBytes = kEnd + kSmemAlign;  // the base is aligned by hand
     static_assert(kBytes <= 232448, "one CTA of an SM gets at most 227 KB");
