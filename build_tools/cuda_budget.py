@@ -36,6 +36,7 @@ LAYERS = {
     "ptx": 1,
     "dtype": 2,
     "layout": 3,
+    "profile": 3,
     "schedule": 4,
     "pipeline": 4,
     "comm": 4,

@@ -13,6 +13,7 @@
 #pragma once
 #include "../common/fault.cuh"
 #include "../common/types.cuh"
+#include "../profile/timeline.cuh"
 #include "../ptx/fence.cuh"
 #include "../ptx/ld_st.cuh"
 
@@ -93,10 +94,15 @@ struct PeerWaiter {
     // Until `sender` has reached `epoch` or gone past it.
     PK_DEVICE void wait(Flag kind, u32 sender, u32 epoch, Wait what) {
         constexpr u32 kPollsPerClockRead = 256;
+        profile::Timeline timeline{record};
+        const u32 timeline_begin = timeline.now();
         const u32* flag = flag_at(peers, static_cast<u32>(peers.rank), kind, sender);
         u64 start = 0;
         for (u32 polls = 1; !dead; ++polls) {
-            if (static_cast<i32>(ptx::ld_acquire_sys(flag) - epoch) >= 0) return;
+            if (static_cast<i32>(ptx::ld_acquire_sys(flag) - epoch) >= 0) {
+                if (polls > 1) timeline.end_wait(timeline_begin, what);
+                return;
+            }
             if (polls % kPollsPerClockRead != 0) continue;
             const u64 now = ptx::global_timer_ns();
             if (start == 0) start = now;

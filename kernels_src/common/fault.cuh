@@ -40,9 +40,9 @@ struct FaultRecord {
     u32 cta;
     u32 role;
     u32 wait;
-    u32 bad_ids;  // routing slots that named no expert and were skipped (a count, not a fault)
-    u32 peer;     // 1 + the rank that was waited for; 0: none
-    u32 reserved[2];
+    u32 bad_ids;      // routing slots that named no expert and were skipped (a count, not a fault)
+    u32 peer;         // 1 + the rank that was waited for; 0: none
+    u32 timeline[2];  // address that a profile build records to, low word first; 0: nowhere
 };
 
 PK_DEVICE void record_fault(FaultRecord* record, Role role, Wait wait, u32 peer = 0) {

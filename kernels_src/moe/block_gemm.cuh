@@ -54,9 +54,10 @@ struct BlockGemm {
     PK_DEVICE static void pull(const Args& args, u32 warp) {
         if (args.pull_src == nullptr) return;
         const u32 rows = static_cast<u32>(args.starts[args.num_experts]);
-        roles::pull(
-            {args.pull_src, args.pull_dst, args.row_src, args.arrivals, args.pull_bytes, rows},
-            warp);
+        roles::PullList list{args.pull_src, args.pull_dst,   args.row_src,
+                             args.arrivals, args.pull_bytes, rows};
+        list.timeline = profile::Timeline{args.fault};
+        roles::pull(list, warp);
     }
 
     PK_DEVICE static bool has_rows(const Args&, const Tile& t, u32 warpgroup) {

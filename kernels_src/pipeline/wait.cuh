@@ -12,6 +12,7 @@
 #include "../common/types.cuh"
 #include "../ptx/ld_st.cuh"
 #include "../ptx/mbarrier.cuh"
+#include "../profile/timeline.cuh"
 
 namespace prime::pipeline {
 
@@ -22,8 +23,11 @@ struct Waiter {
     FaultRecord* record;
     Role role;
     bool dead = false;
+    profile::Timeline timeline{record};
 
     PK_DEVICE void wait(u32 bar, u32 phase, Wait what) {
+        if (profile::kProfile && ptx::mbarrier_test_wait(bar, phase)) return;
+        const u32 timeline_begin = timeline.now();
         u64 start = 0;
         for (u32 polls = 1; !dead && !ptx::mbarrier_try_wait(bar, phase); ++polls) {
             if (polls % kPollsPerClockRead != 0) continue;
@@ -34,16 +38,21 @@ struct Waiter {
                 dead = true;
             }
         }
+        timeline.end_wait(timeline_begin, what);
     }
 
     // Until one or two neighbouring counters in global memory read `target`, written by other CTAs
     // with release at GPU scope. Both are asked for before either is looked at.
     PK_DEVICE void wait_counters(const u32* first, bool two, u32 target, Wait what) {
+        const u32 timeline_begin = timeline.now();
         u64 start = 0;
         for (u32 polls = 1; !dead; ++polls) {
             const u32 a = ptx::ld_acquire_gpu(first);
             const u32 b = ptx::ld_acquire_gpu(first + two);
-            if (a == target && b == target) return;
+            if (a == target && b == target) {
+                if (polls > 1) timeline.end_wait(timeline_begin, what);
+                return;
+            }
             if (polls % kPollsPerClockRead != 0) continue;
             const u64 now = ptx::global_timer_ns();
             if (start == 0) start = now;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ptx/cluster.cuh: rank in the cluster and the cluster-wide barrier.
+// ptx/cluster.cuh: rank in the cluster, number of the SM, and the cluster-wide barrier.
 // Layer: ptx.
 #pragma once
 #include "../common/types.cuh"
@@ -10,6 +10,12 @@ PK_DEVICE u32 cluster_cta_rank() {
     u32 rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
+}
+
+PK_DEVICE u32 sm_id() {
+    u32 sm;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+    return sm;
 }
 
 PK_DEVICE void cluster_arrive() {

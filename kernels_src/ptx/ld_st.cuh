@@ -133,4 +133,11 @@ PK_DEVICE u64 global_timer_ns() {
     return t;
 }
 
+// The lower half of the same clock.
+PK_DEVICE u32 global_timer_lo_ns() {
+    u32 t;
+    asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(t));
+    return t;
+}
+
 }  // namespace prime::ptx

@@ -42,6 +42,21 @@ PK_DEVICE void mbarrier_arrive_expect_tx(u32 bar, u32 bytes) {
                  : "memory");
 }
 
+// Whether the phase with parity `phase` has completed, without waiting.
+PK_DEVICE bool mbarrier_test_wait(u32 bar, u32 phase) {
+    u32 done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(bar), "r"(phase)
+        : "memory");
+    return done != 0;
+}
+
 // One bounded hardware wait; true once the phase with parity `phase` has completed.
 PK_DEVICE bool mbarrier_try_wait(u32 bar, u32 phase) {
     u32 done;

@@ -55,6 +55,7 @@ PK_DEVICE void grouped_gemm(const typename Op::Args& args) {
     extern __shared__ u8 dynamic_smem[];
     const u32 base = align_up(ptx::smem_addr(dynamic_smem), layout::kSmemAlign);
     const u32 warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+    profile::Timeline::enter(args.fault);
     if (threadIdx.x == 0) init_barriers<Op>(base);
     __syncwarp();
     ptx::cluster_sync();
@@ -69,6 +70,7 @@ PK_DEVICE void grouped_gemm(const typename Op::Args& args) {
         Op::Mma::take_math_registers();
         math<Op>(args, base, tiles, warpgroup - 1);
     }
+    profile::Timeline::leave(args.fault);
     // A CTA that has left must not be written to: its pair may still release stages here.
     __syncwarp();
     ptx::cluster_sync();

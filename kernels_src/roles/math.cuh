@@ -78,8 +78,10 @@ PK_DEVICE void math(const typename Op::Args& args, u32 base, TileRing tiles, u32
             epilogue.settle(args, tile, seat);
         // Together, also when only one warp ran out of time: the others would meet it nowhere.
         if (seat.any(tile.k_steps < 0)) break;
+        const u32 timeline_begin = waiter.timeline.now();
         if (!Op::has_rows(args, tile, warpgroup)) {
             skip<Op>(base, seat, tile.k_steps, ring, waiter);
+            waiter.timeline.end_tile(timeline_begin, profile::Event::kSkip, tile);
             continue;
         }
         epilogue.prefetch(args, tile, seat);
@@ -90,7 +92,10 @@ PK_DEVICE void math(const typename Op::Args& args, u32 base, TileRing tiles, u32
             for (u32 i = 0; i < mma::kAccum; ++i)
                 acc[i] = 0.0f;
         }
+        const u32 timeline_store =
+            waiter.timeline.end_tile(timeline_begin, profile::Event::kMultiply, tile);
         epilogue.store(args, tile, seat, acc, waiter);
+        waiter.timeline.end(timeline_store, profile::Event::kEpilogue);
     }
     if (seat.leader) ptx::bulk_wait<0>();
     if constexpr (requires { epilogue.finish(); }) epilogue.finish();

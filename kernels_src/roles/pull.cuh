@@ -8,6 +8,7 @@
 //             be read by TMA.
 #pragma once
 #include "../common/types.cuh"
+#include "../profile/timeline.cuh"
 #include "../ptx/fence.cuh"
 #include "../ptx/ld_st.cuh"
 
@@ -24,6 +25,7 @@ struct PullList {
     u32* arrivals;       // [pool rows / 64], or null: nobody waits inside this kernel
     u32 row_bytes;
     u32 rows;  // of the pool that are in use, multiple of 64
+    profile::Timeline timeline{nullptr};
 };
 
 // Copies two rows at once: 16 loads of 16 bytes per lane in flight, which is what it takes to hide
@@ -67,10 +69,12 @@ PK_DEVICE void copy_two(u8* dst, u8* dst_b, const u8* a, const u8* b, u32 bytes,
 }
 
 PK_DEVICE void pull(const PullList& list, u32 pull_warp) {
+    profile::Timeline timeline = list.timeline;
     const u32 lane = threadIdx.x & 31;
     const u32 stride = gridDim.x * kPullWarps * kPullRows;
     const u32 first = (pull_warp * gridDim.x + blockIdx.x) * kPullRows;
     for (u32 row = first; row < list.rows; row += stride) {
+        const u32 timeline_begin = timeline.now();
         const i32 mine = lane < kPullRows ? list.row_src[row + lane] : -1;
         for (u32 i = 0; i < kPullRows; i += 2) {
             const auto source = [&](u32 r) {
@@ -82,11 +86,13 @@ PK_DEVICE void pull(const PullList& list, u32 pull_warp) {
             u8* dst = list.dst + static_cast<u64>(row + i) * list.row_bytes;
             copy_two<false>(dst, dst + list.row_bytes, a, b, list.row_bytes, lane);
         }
+        if (list.arrivals == nullptr) timeline.end_copy(timeline_begin, row);
         if (list.arrivals == nullptr) continue;
         // Each lane's plain stores before the TMA loads of whoever sees the counter.
         ptx::fence_async_global();
         __syncwarp();
         if (lane == 0) ptx::red_add_release_gpu(list.arrivals + row / kArrivalRows, kPullRows);
+        timeline.end_copy(timeline_begin, row);
     }
 }
 

@@ -74,6 +74,7 @@ PK_DEVICE void pull_from_peers(const PeerPull& pull, u32 pull_warp) {
         if (__ballot_sync(~0u, !wait_source(pull, mine)) != 0) return;
         // What each lane acquired, for the loads of all.
         __syncwarp();
+        const u32 timeline_begin = profile::Timeline{pull.fault}.now();
 #pragma unroll 1
         for (u32 i = 0; i < kPullRows; i += 2) {
             const u8* a = address_of(pull, __shfl_sync(~0u, mine, i));
@@ -92,6 +93,7 @@ PK_DEVICE void pull_from_peers(const PeerPull& pull, u32 pull_warp) {
         ptx::fence_async_global();
         __syncwarp();
         if (lane == 0) ptx::red_add_release_gpu(pull.arrivals + row / kArrivalRows, kPullRows);
+        profile::Timeline{pull.fault}.end_copy(timeline_begin, row);
     }
 }
 

@@ -10,6 +10,11 @@ inline u32 cluster_cta_rank() {
     return sim::machine->rank();
 }
 
+// Not the number of the CTA, so that the two are not mixed up.
+inline u32 sm_id() {
+    return 100 + sim::machine->self().cta;
+}
+
 inline void cluster_sync() {
     const sim::Shape& s = sim::machine->shape();
     sim::Meeting& here = sim::memory.ctas[sim::machine->peer(0)].cluster;

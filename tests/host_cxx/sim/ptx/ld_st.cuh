@@ -115,7 +115,11 @@ inline u32 ld_cluster_u32(const u32* own, u32 cta) {
 // Whoever asks for the time again and again gives way.
 inline u64 global_timer_ns() {
     sim::machine->poll("global_timer_ns");
-    return sim::machine->now_ns;
+    return sim::machine->now_ns++;
+}
+
+inline u32 global_timer_lo_ns() {
+    return static_cast<u32>(global_timer_ns());
 }
 
 }  // namespace prime::ptx

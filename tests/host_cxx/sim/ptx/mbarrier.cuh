@@ -32,6 +32,10 @@ inline void mbarrier_arrive_expect_tx(u32 bar, u32 bytes) {
     mbarrier_arrive(bar);
 }
 
+inline bool mbarrier_test_wait(u32 bar, u32 phase) {
+    return sim::memory.barrier(sim::machine->self().cta, bar).phase != phase;
+}
+
 // False only when the whole machine has come to rest, as the hardware's own time limit would.
 inline bool mbarrier_try_wait(u32 bar, u32 phase) {
     const sim::Barrier& b = sim::memory.barrier(sim::machine->self().cta, bar);
