@@ -19,6 +19,7 @@ from build_tools.variants import KERNELS, Variant
 # Compiler options that reach the code, for nvcc and NVRTC alike. The include path is added by whoever compiles.
 OPTIONS = ("-std=c++20",)
 META_SYMBOL = "pk_launch_meta"
+_PROFILE = "#define PK_PROFILE\n"  # before the first include: switches on kernels_src/profile/timeline.cuh
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.M)
 _FOREIGN = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>]+)>", re.M)
@@ -101,7 +102,7 @@ def _checks(struct: structs.Struct) -> str:
 def _text(variant: Variant, struct: structs.Struct) -> str:
     return f"""// SPDX-License-Identifier: Apache-2.0
 // {variant.key}: generated from build_tools/variants.toml, never edited.
-#include "{variant.header}"
+{_PROFILE if variant.profile else ""}#include "{variant.header}"
 #include "common/launch_meta.cuh"
 
 namespace prime {{

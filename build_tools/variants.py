@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ KERNELS = ROOT / "kernels_src"
 _KEY = re.compile(r"[A-Za-z0-9_.|-]{1,120}")
 _SYMBOL = re.compile(r"pk_[a-z0-9_]{1,60}")
 _ARCH = re.compile(r"sm_[1-9]\d{1,2}[af]")
-_FIELDS = {"key", "kernel", "header", "type", "args", "archs", "supported", "facts", "measured", "max_regs"}
-_OPTIONAL = {"max_regs", "facts"}
+_FIELDS = {"key", "kernel", "header", "type", "args", "archs", "supported", "facts", "measured", "max_regs", "profile"}
+_OPTIONAL = {"max_regs", "facts", "profile"}
+_PROFILE_KEY = "|profile"
 
 
 class VariantError(ValueError):
@@ -39,6 +40,7 @@ class Variant:
     measured: str
     facts: dict[str, Any] = field(default_factory=dict, hash=False)
     max_regs: int = 255
+    profile: bool = False  # whether this variant records a timeline (kernels_src/profile/timeline.cuh)
 
     @property
     def entry_name(self) -> str:
@@ -60,12 +62,22 @@ def _check(row: dict[str, Any], where: str) -> None:
         raise VariantError(f"{where}: archs {row['archs']} needs targets such as sm_90a")
     if not set(row["supported"]) <= set(row["archs"]):
         raise VariantError(f"{where}: supported {row['supported']} names a target that is not in archs")
+    if row.get("profile", True) is not True:
+        raise VariantError(f"{where}: profile is {row['profile']!r}; it is true, or left out")
     if not row["measured"].strip():
         raise VariantError(f"{where}: measured is empty; say what earned this row its place")
 
 
+def _recording(variant: Variant) -> Variant:
+    """The same kernel, built with the hooks that record a timeline: of a family of its own, since no layer takes it."""
+    facts = {**variant.facts, "family": "trace"}
+    measured = f"records what {variant.key} does"
+    key = variant.key + _PROFILE_KEY
+    return replace(variant, key=key, supported=(), facts=facts, measured=measured, profile=True)
+
+
 def parse_variants(table: dict[str, Any]) -> tuple[Variant, ...]:
-    """Rows of a parsed variants.toml, in file order.
+    """Rows of a parsed variants.toml, in file order; one with `profile` is followed by its recording twin.
 
     Raises:
         VariantError: a row is malformed, or a key occurs twice.
@@ -77,7 +89,10 @@ def parse_variants(table: dict[str, Any]) -> tuple[Variant, ...]:
         values = {**row, "archs": tuple(row["archs"]), "supported": tuple(row["supported"])}
         if any(v.key == row["key"] for v in variants):
             raise VariantError(f"{where}: the key occurs twice")
+        twin = values.pop("profile", False)
         variants.append(Variant(**values))
+        if twin:
+            variants.append(_recording(variants[-1]))
     return tuple(variants)
 
 
