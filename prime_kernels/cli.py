@@ -131,8 +131,16 @@ def _add_running_verbs(verbs: SubParsers) -> None:
     parser.add_argument("--rounds", type=_positive, default=10, metavar="N", help="timed rounds (default 10)")
     _problem_options(parser, required=True)
     parser = _verb(verbs, "trace", "record what every SM does during one call")
-    parser.add_argument("--out", default="prime-kernels-trace", metavar="DIR", help="folder for trace.json")
-    _problem_options(parser, required=False)
+    parser.add_argument("--shape", metavar="SHAPE", help="layer: a name such as qwen3-30b-a3b, or HxIxExK")
+    parser.add_argument("--tokens", type=_positive, default=16384, metavar="T", help="tokens (default 16384)")
+    parser.add_argument("--direction", choices=("forward", "backward", "both"), default="both")
+    parser.add_argument("--virtual-ranks", type=_positive, default=1, metavar="R", help="ranks that share the GPU")
+    parser.add_argument("--pacing", type=float, metavar="GBPS", help="GB/s of each virtual rank's transport")
+    parser.add_argument("--rounds", type=_positive, default=10, metavar="N", help="timed passes (default 10)")
+    parser.add_argument("--device", default="auto", help="auto, cuda or cuda:N")
+    parser.add_argument("--out", default="prime-kernels-trace", metavar="DIR", help="folder for what is written")
+    parser.add_argument("--keep-records", action="store_true", help="also write the records, for --records")
+    parser.add_argument("--records", metavar="FILE", help="show a pass that was recorded before; needs no GPU")
 
 
 def build_parser() -> argparse.ArgumentParser:
