@@ -30,20 +30,8 @@ struct WeightGrad {
 
     SlabPair slabs;
 
-    // What is added to is brought to the L2 while the tile is multiplied: the additions themselves,
-    // 128 KB a tile, would otherwise wait for memory when the tensor cores could go on.
     template <class Args>
-    PK_DEVICE void prefetch(const Args& args, const pipeline::Tile& t, const Seat& seat) {
-        if constexpr (kAdd) {
-            if (!seat.leader || t.k_steps == 0) return;
-            const WeightOut out = Op::output(args, t, seat.warpgroup);
-            for (u32 block = 0; block < layout::kTileN / kColumns; ++block) {
-                const i32 column = out.column + static_cast<i32>(block * kColumns);
-                if (column < out.columns)
-                    ptx::tma_prefetch_3d(out.map, column, out.row, out.expert);
-            }
-        }
-    }
+    PK_DEVICE void prefetch(const Args&, const pipeline::Tile&, const Seat&) {}
 
     template <class Args>
     PK_DEVICE void store(

@@ -73,13 +73,6 @@ PK_DEVICE void tma_add_3d(const TensorMap* map, u32 src, i32 c0, i32 c1, i32 c2)
         : "memory");
 }
 
-// Asks for a box to be brought to the L2; nothing waits for it and nothing depends on it.
-PK_DEVICE void tma_prefetch_3d(const TensorMap* map, i32 c0, i32 c1, i32 c2) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
-                 "r"(c0), "r"(c1), "r"(c2)
-                 : "memory");
-}
-
 PK_DEVICE void bulk_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

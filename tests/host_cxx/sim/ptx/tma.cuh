@@ -39,10 +39,6 @@ inline void tma_store_3d(const TensorMap* map, u32 src, i32 c0, i32 c1, i32 c2) 
     sim::store_box(map, src, {c0, c1, c2}, false);
 }
 
-inline void tma_prefetch_3d(const TensorMap* map, i32, i32, i32) {
-    sim::tensor_of(map);  // has to be one
-}
-
 inline void tma_add_3d(const TensorMap* map, u32 src, i32 c0, i32 c1, i32 c2) {
     sim::store_box(map, src, {c0, c1, c2}, true);
 }
