@@ -91,6 +91,13 @@ struct WgradArgs {
     const i32* counts;
     const i32* starts;
     FaultRecord* fault;
+    u8* gate_sum;  // the fp32 memory behind `gate`, `up` and `down`; read by the adding kernel only
+    u8* up_sum;
+    u8* down_sum;
+    u64 gate_up_matrix;  // bytes from an expert's gradient to the next one's, and of a row
+    u64 down_matrix;
+    u32 gate_up_pitch;
+    u32 down_pitch;
     u32 num_experts;
     u32 hidden;
     u32 intermediate;

@@ -93,7 +93,12 @@ struct Wgrad {
         const i32 row = (t.row - (up ? tiles : 0)) * static_cast<i32>(kTileM) + offset;
         const TensorMap* map = is_down(t) ? &args.down : up ? &args.up : &args.gate;
         const u32 columns = is_down(t) ? args.intermediate : args.hidden;
-        return {map, row, column, static_cast<i32>(columns), t.expert};
+        const u32 pitch = is_down(t) ? args.down_pitch : args.gate_up_pitch;
+        const u64 matrix = is_down(t) ? args.down_matrix : args.gate_up_matrix;
+        u8* memory = is_down(t) ? args.down_sum : up ? args.up_sum : args.gate_sum;
+        memory += static_cast<u64>(t.expert) * matrix + static_cast<u64>(row) * pitch;
+        memory += static_cast<u64>(column) * sizeof(float);
+        return {map, row, column, static_cast<i32>(columns), t.expert, memory, pitch};
     }
 
     PK_DEVICE static bool has_rows(const Args& args, const Tile& t, u32 warpgroup) {

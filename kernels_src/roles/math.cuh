@@ -19,16 +19,27 @@ PK_DEVICE void release_stage(u32 bar, u32 lane) {
     if (lane < kPair) ptx::mbarrier_arrive_remote(bar, lane);
 }
 
-// Runs the stages of a tile. A warpgroup without rows only keeps the protocol.
+// Where a warpgroup stands in the ring of operand stages.
+template <class Op>
+struct Stages {
+    u32 base;  // of shared memory
+    pipeline::Ring<Op::kStages>& ring;
+    Waiter& waiter;
+};
+
+// Runs the stages of a tile. A warpgroup without rows only keeps the protocol. An epilogue that has
+// step(k) gets a turn in every round, while the tensor cores work.
 template <class Op>
 PK_DEVICE void accumulate(
-    mma::Accum& acc, u32 base, const epilogue::Seat& seat, i32 k_steps,
-    pipeline::Ring<Op::kStages>& ring, Waiter& waiter) {
+    mma::Accum& acc, const Stages<Op>& stages, const epilogue::Seat& seat, i32 k_steps,
+    typename Op::Epilogue& epilogue) {
     using Smem = typename Op::Smem;
     using Mma = typename Op::Mma;
+    const u32 base = stages.base;
+    auto& ring = stages.ring;
     const u32 a_offset = base + Smem::kA + seat.warpgroup * (layout::kStageBytesA / 2);
     const auto start = [&](bool add) {
-        waiter.wait(base + Smem::kStageFull + 8 * ring.stage, ring.phase, Wait::kStageFull);
+        stages.waiter.wait(base + Smem::kStageFull + 8 * ring.stage, ring.phase, Wait::kStageFull);
         Mma::template start_stage<Op::kMnMajorA, Op::kMnMajorB>(
             acc, a_offset + ring.stage * layout::kStageBytesA,
             base + Smem::kB + ring.stage * layout::kStageBytesB, add);
@@ -40,6 +51,7 @@ PK_DEVICE void accumulate(
     ring.advance();
     for (i32 k = 1; k < k_steps; ++k, ring.advance()) {
         start(true);
+        if constexpr (requires { epilogue.step(k); }) epilogue.step(k);
         Mma::template wait_stages<1>();
         release_stage(base + Smem::kStageEmpty + 8 * previous, seat.lane);
         previous = ring.stage;
@@ -50,12 +62,12 @@ PK_DEVICE void accumulate(
 }
 
 template <class Op>
-PK_DEVICE void skip(
-    u32 base, const epilogue::Seat& seat, i32 k_steps, pipeline::Ring<Op::kStages>& ring,
-    Waiter& waiter) {
+PK_DEVICE void skip(const Stages<Op>& stages, const epilogue::Seat& seat, i32 k_steps) {
     using Smem = typename Op::Smem;
+    const u32 base = stages.base;
+    auto& ring = stages.ring;
     for (i32 k = 0; k < k_steps; ++k, ring.advance()) {
-        waiter.wait(base + Smem::kStageFull + 8 * ring.stage, ring.phase, Wait::kStageFull);
+        stages.waiter.wait(base + Smem::kStageFull + 8 * ring.stage, ring.phase, Wait::kStageFull);
         // No instruction here keeps the warp together, and a lane left two rounds behind would take
         // the parity for its own.
         __syncwarp();
@@ -69,6 +81,7 @@ PK_DEVICE void math(const typename Op::Args& args, u32 base, TileRing tiles, u32
         warpgroup, (threadIdx.x >> 5) & 3, threadIdx.x & 31, (threadIdx.x & 127) == 0};
     Waiter waiter{args.fault, Role::kMath};
     pipeline::Ring<Op::kStages> ring;
+    const Stages<Op> stages{base, ring, waiter};
     mma::Accum acc;
     auto epilogue = Op::make_epilogue(base, seat);
     for (;;) {
@@ -80,13 +93,13 @@ PK_DEVICE void math(const typename Op::Args& args, u32 base, TileRing tiles, u32
         if (seat.any(tile.k_steps < 0)) break;
         const u32 timeline_begin = waiter.timeline.now();
         if (!Op::has_rows(args, tile, warpgroup)) {
-            skip<Op>(base, seat, tile.k_steps, ring, waiter);
+            skip<Op>(stages, seat, tile.k_steps);
             waiter.timeline.end_tile(timeline_begin, profile::Event::kSkip, tile);
             continue;
         }
         epilogue.prefetch(args, tile, seat);
         if (tile.k_steps > 0) {
-            accumulate<Op>(acc, base, seat, tile.k_steps, ring, waiter);
+            accumulate<Op>(acc, stages, seat, tile.k_steps, epilogue);
         } else {
 #pragma unroll
             for (u32 i = 0; i < mma::kAccum; ++i)

@@ -144,6 +144,8 @@ def reduce_rows(at: Place, groups: Bounds, a: Matrices, b: Matrices, d: Matrices
         "intermediate": b.cols,
         "do_down": 1,
     }
+    if add:
+        args |= {"down_sum": d.address, "down_matrix": d.stride, "down_pitch": d.pitch}
     tensors = {
         "a1": maps.reduce_rows(a),
         "b1": maps.reduce_rows(b),

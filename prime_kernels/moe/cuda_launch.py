@@ -38,6 +38,9 @@ _PLAN_CTAS = 8  # one cluster
 # Fields of GroupedArgs that only launches among peers use.
 _NO_PEERS = {"list": 0, "peers": 0, "copied": 0, "finished": 0, "pull_grads": 0, "parts": 0}
 _COUNTER_ROWS = 64  # kArrivalRows of kernels_src/roles/pull.cuh
+# Where gradients lie that are added to; the layer overwrites its gradients.
+_SUMS = ("gate_sum", "up_sum", "down_sum", "gate_up_matrix", "down_matrix", "gate_up_pitch", "down_pitch")
+_NO_SUMS = dict.fromkeys(_SUMS, 0)
 
 
 @lru_cache(maxsize=64)
@@ -280,5 +283,5 @@ class Recorder:
             "do_gate_up": int(dw_gate_up is not None),
             "do_down": int(dw_down is not None),
             "reserved": 0,
-        }
+        } | _NO_SUMS
         self._run(gemm_key(f"wgrad_{word}", config), self._sms // 2 * 2, args, every)

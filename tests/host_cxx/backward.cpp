@@ -21,7 +21,7 @@ struct Case {
 const Case kCases[] = {
     {64, 64, 2, {1}},           {320, 192, 4, {0, 130, 64, 0, 65}},
     {128, 448, 4, {257, 1, 0}}, {448, 64, 2, {129, 127}},
-    {64, 128, 4, {0, 0, 0}},
+    {64, 128, 4, {0, 0, 0}},    {64, 320, 2, {700, 3}},
 };
 
 // dz, score * h and <dh', h> of one row and column, from the rounded z and the unscaled dh'.
@@ -189,6 +189,13 @@ void run_wgrad(const Case& c, bool do_gate_up, bool do_down) {
         .counts = l.counts.data(),
         .starts = l.starts.data(),
         .fault = &fault,
+        .gate_sum = gate_up.bytes.data(),
+        .up_sum = gate_up.bytes.data() + u64{half} * l.hidden * element,
+        .down_sum = down.bytes.data(),
+        .gate_up_matrix = u64{2 * half} * l.hidden * element,
+        .down_matrix = u64{half} * l.hidden * element,
+        .gate_up_pitch = l.hidden * element,
+        .down_pitch = half * element,
         .num_experts = l.experts(),
         .hidden = l.hidden,
         .intermediate = half,

@@ -177,6 +177,8 @@ def test_weight_gradients_choose_the_kernel_by_dtype_and_c(
     assert dims(maps["a1"][0]) == ((64, M, K // 64, 1), (2 * K, 128, 2 * K * M))
     size = d.element_size()
     assert dims(maps["down"][0]) == ((N, K, G), (size * N, size * N * K))
+    where = (d.data_ptr(), size * N, size * N * K) if add else (0, 0, 0)
+    assert tuple(args.get(name, 0) for name in ("down_sum", "down_pitch", "down_matrix")) == where
 
 
 def test_c_apart_from_d_is_copied_first(launches: Launches) -> None:

@@ -50,6 +50,11 @@ inline void st_v4(void* ptr, uint4 v) {
         write();
 }
 
+inline void prefetch_l2(const void* ptr) {
+    // Nobody owns what it reads, but it has to be there.
+    static_cast<void>(*static_cast<const volatile u8*>(ptr));
+}
+
 inline void st_shared_v4(u32 addr, i32 a, i32 b, i32 c, i32 d) {
     const i32 words[4] = {a, b, c, d};
     sim::memory.write(addr, words, sizeof(words));
