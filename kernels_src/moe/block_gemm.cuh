@@ -43,12 +43,12 @@ struct BlockGemm {
     }
 
     // A is in memory from the start, unless this launch pulls it.
+    PK_DEVICE static bool waits(const Args& args) { return args.arrivals != nullptr; }
+
     PK_DEVICE static void wait_rows(const Args& args, const Tile& t, roles::Waiter& waiter) {
         if (args.arrivals == nullptr || t.valid == 0) return;
         waiter.wait_counters(
             args.arrivals + t.row / 64, t.valid > 64, roles::kArrivalRows, Wait::kInput);
-        // The pulling warps' stores, acquired above, before this thread's TMA loads of them.
-        ptx::fence_async_global();
     }
 
     PK_DEVICE static void pull(const Args& args, u32 warp) {
@@ -67,7 +67,8 @@ struct BlockGemm {
     PK_DEVICE static void schedule(const Args& args, roles::TileRing ring, roles::Waiter waiter) {
         const roles::BlockList list{args.counts,  args.starts,  args.num_experts, args.n_tiles,
                                     args.k_steps, args.columns, kColumns};
-        roles::schedule_blocks(list, ring, waiter);
+        roles::schedule_blocks(
+            list, ring, waiter, [&](const Tile& t) { wait_rows(args, t, waiter); });
     }
 
     struct Box {

@@ -56,7 +56,8 @@ struct Forward {
         };
         roles::schedule_chain(
             list(args.hidden, args.intermediate, kGateUpColumns),
-            list(args.intermediate, args.hidden, kDownColumns), args.lag, ring, waiter);
+            list(args.intermediate, args.hidden, kDownColumns), args.lag, ring, waiter,
+            [&](const Tile& t) { wait_rows(args, t, waiter); });
     }
 
     PK_DEVICE static void pull(const Args& args, u32 warp) {
@@ -69,14 +70,14 @@ struct Forward {
 
     PK_DEVICE static u32 bytes(const Tile& t) { return Base::bytes(t); }
 
+    PK_DEVICE static bool waits(const Args&) { return true; }
+
     PK_DEVICE static void wait_rows(const Args& args, const Tile& t, roles::Waiter& waiter) {
         if (t.valid == 0) return;
         const u32* counter = (is_down(t) ? args.h_done : args.arrivals) + t.row / 64;
         const u32 target =
             is_down(t) ? ceil_div(args.intermediate, kGateUpColumns) : roles::kArrivalRows;
         waiter.wait_counters(counter, t.valid > 64, target, Wait::kInput);
-        // The rows' writers, acquired above, before this thread's TMA loads.
-        ptx::fence_async_global();
     }
 
     PK_DEVICE static void load_a(const Args& args, const Tile& t, i32 k, const StageAddr& at) {
@@ -102,6 +103,9 @@ struct Forward {
         epilogue::SlabPair slabs;
         epilogue::Push<true> push;
         u32* unannounced = nullptr;  // counter of an h whose stores may still be under way
+
+        // When there is no next tile yet, which may be for want of this h.
+        PK_DEVICE void idle(const epilogue::Seat& seat) { announce(seat); }
 
         // Leaves the stores of h the time of the next tile. Not where that tile may be waiting for
         // it: a down tile, or the end.

@@ -72,7 +72,7 @@ struct Wgrad {
             at.a, map, at.bar, 0, t.k0 + k * 64, first_column(args, t) / 64, 0, ptx::kEvictNormal);
     }
 
-    PK_DEVICE static void wait_rows(const Args&, const Tile&, roles::Waiter&) {}
+    PK_DEVICE static bool waits(const Args&) { return false; }
 
     PK_DEVICE static void pull(const Args&, u32) {}
 

@@ -54,6 +54,11 @@ struct TileRing {
         at.advance();
     }
 
+    // Whether pop() would return at once.
+    PK_DEVICE bool has_next() const {
+        return ptx::mbarrier_test_wait(full + 8 * at.stage, at.phase);
+    }
+
     // Reads the next entry and frees it at once. Every reader arrives for itself: one lane could do
     // so for its warp after a __syncwarp(), but tools that look for races do not follow the other
     // lanes' reads through that.

@@ -4,7 +4,7 @@
 // Layer:      roles (arch-free). One thread.
 //
 // Op gives, for a tile and a step: bytes(tile) that this CTA's stage receives, load_a(...) and
-// load_b(...), and wait_rows(...), which returns once A may be read. With multicast each CTA of the
+// load_b(...); and waits(args), whether rows are written during the launch. With multicast each CTA of the
 // pair loads half of B into both; a CTA without a tile of its own still loads its half for the
 // other.
 //
@@ -16,6 +16,7 @@
 #include "../layout/gemm_smem.cuh"
 #include "../pipeline/tile_ring.cuh"
 #include "../ptx/cluster.cuh"
+#include "../ptx/fence.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "schedule.cuh"
 
@@ -35,9 +36,9 @@ PK_DEVICE void load(const typename Op::Args& args, u32 base, TileRing tiles, Wai
     for (;;) {
         const Tile tile = tiles.pop(waiter);
         if (tile.k_steps < 0) break;
-        // Before the wait for a free stage, under which it hides: looking at two counters takes
-        // about as long as the tensor cores take for a stage.
-        Op::wait_rows(args, tile, waiter);
+        // The scheduler acquired the rows of this tile before it gave it out; their writers' stores
+        // before this thread's TMA loads of them.
+        if (Op::waits(args)) ptx::fence_async_global();
         const u32 bytes = Op::bytes(tile);
         for (i32 k = 0; k < tile.k_steps; ++k, ring.advance()) {
             waiter.wait(

@@ -85,6 +85,8 @@ PK_DEVICE void math(const typename Op::Args& args, u32 base, TileRing tiles, u32
     mma::Accum acc;
     auto epilogue = Op::make_epilogue(base, seat);
     for (;;) {
+        if constexpr (requires { epilogue.idle(seat); })
+            if (!tiles.has_next()) epilogue.idle(seat);
         const Tile tile = tiles.pop(waiter);
         // Before this tile is waited for, which may need what an earlier one has not announced yet.
         if constexpr (requires { epilogue.settle(args, tile, seat); })

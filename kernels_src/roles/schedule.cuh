@@ -100,14 +100,20 @@ PK_DEVICE Tile block_tile(const BlockList& list, u32 expert, u32 local, u32 rank
         .kind = kind};
 }
 
-// Grouped M: pushes this CTA's half of every task of its pair, then the end mark.
-PK_DEVICE void schedule_blocks(const BlockList& list, TileRing ring, Waiter waiter) {
+// Grouped M: pushes this CTA's half of every task of its pair, then the end mark. ready(tile)
+// returns once the tile's rows may be read; this warp is some tiles ahead of the others, so that
+// what it waits for has mostly come, and looking takes none of the loader's time.
+template <class Ready>
+PK_DEVICE void schedule_blocks(const BlockList& list, TileRing ring, Waiter& waiter, Ready ready) {
     const u32 lane = threadIdx.x & 31;
     const u32 rank = ptx::cluster_cta_rank();
     const BlockSizes sizes{list};
     SegmentWindow<BlockSizes> window{sizes, list.num_experts, lane};
     window.for_each(blockIdx.x / kPair, gridDim.x / kPair, [&](u32 expert, u32 local) {
-        if (lane == 0) ring.push(waiter, block_tile(list, expert, local, rank, 0));
+        if (lane != 0) return;
+        const Tile tile = block_tile(list, expert, local, rank, 0);
+        ready(tile);
+        ring.push(waiter, tile);
     });
     if (lane == 0) ring.push(waiter, Tile{.k_steps = -1});
 }
@@ -127,8 +133,10 @@ struct ChainSizes {
     }
 };
 
+template <class Ready>
 PK_DEVICE void schedule_chain(
-    const BlockList& first, const BlockList& second, u32 lag, TileRing ring, Waiter waiter) {
+    const BlockList& first, const BlockList& second, u32 lag, TileRing ring, Waiter& waiter,
+    Ready ready) {
     const u32 lane = threadIdx.x & 31;
     const u32 rank = ptx::cluster_cta_rank();
     const ChainSizes sizes{first, second, lag};
@@ -138,6 +146,7 @@ PK_DEVICE void schedule_chain(
         const u32 firsts = sizes.of_first(s);
         const Tile tile = local < firsts ? block_tile(first, s, local, rank, 0)
                                          : block_tile(second, s - lag, local - firsts, rank, 1);
+        ready(tile);
         ring.push(waiter, tile);
     });
     if (lane == 0) ring.push(waiter, Tile{.k_steps = -1});
