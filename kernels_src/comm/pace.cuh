@@ -13,8 +13,8 @@ namespace prime::comm {
 
 constexpr u64 kPaceLatencyNs = 1500;
 
-// The link is free from now on or later, and then busy for `ns` more. Two additions in place of a loop
-// of compare-and-swap: with hundreds of warps booking, only one of them got through per round trip.
+// The link is free from now on or later, then busy for `ns` more. Two atomics in place of a loop
+// of compare-and-swap: with hundreds of warps booking, only one got through per round trip.
 PK_DEVICE u64 book(u64* free_ns, u64 now, u64 ns) {
     atomicMax(free_ns, now);
     return atomicAdd(free_ns, ns) + ns;

@@ -41,6 +41,9 @@ struct RowEntry {
 };
 constexpr u32 kNoRow = ~0u;
 
+// The place of a slot's row: rank << kRankShift | row of that rank's pool.
+constexpr u32 kRankShift = 28;
+
 // At the start of every arena; 8-byte words, written once by the host.
 struct Peers {
     u64 arena[kMaxPeers];  // addresses, this rank's own included

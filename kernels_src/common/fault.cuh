@@ -17,7 +17,8 @@ enum class Role : u32 {
     kMath = 3,
     kPull = 4,
     kPlan = 5,
-    kEnd = 6  // the last thread of a launch among peers
+    kEnd = 6,  // the last thread of a launch among peers
+    kPush = 7
 };
 
 // What was waited for.

@@ -14,8 +14,6 @@ constexpr u32 kTileN = 256;
 constexpr u32 kStageK = 64;
 constexpr u32 kStageBytesA = kTileM * kStageK * 2;
 constexpr u32 kStageBytesB = kTileN * kStageK * 2;
-constexpr u32 kPlaceRows = 64;  // of a math warpgroup
-constexpr u32 kPlaceBytes = 12;
 constexpr u32 kSmemAlign = 1024;  // of slabs and stages, for the 128-byte swizzle
 
 // Offsets from a base aligned to kSmemAlign. Slabs are per math warpgroup.
@@ -30,8 +28,7 @@ struct GemmSmem {
     static constexpr u32 kTileFull = kStageEmpty + 8 * kStages;
     static constexpr u32 kTileEmpty = kTileFull + 8 * 4;
     static constexpr u32 kSlabFull = kTileEmpty + 8 * 4;  // two per math warpgroup
-    static constexpr u32 kPlaces = kSlabFull + 8 * 4;     // of the rows that a tile sends to peers
-    static constexpr u32 kEnd = kPlaces + 2 * kPlaceRows * kPlaceBytes;
+    static constexpr u32 kEnd = kSlabFull + 8 * 4;
     static constexpr u32 kBytes = kEnd + kSmemAlign;  // the base is aligned by hand
     static_assert(kBytes <= 232448, "one CTA of an SM gets at most 227 KB");
 };

@@ -6,8 +6,9 @@
 //             epilogue.
 #pragma once
 #include "../comm/finish.cuh"
-#include "../epilogue/push.cuh"
+#include "../epilogue/announce.cuh"
 #include "../roles/pull_peers.cuh"
+#include "../roles/push_peers.cuh"
 #include "down_grad.cuh"
 #include "gate_up.cuh"
 #include "gate_up_grad.cuh"
@@ -55,28 +56,39 @@ using GateUpPeers = Pulling<GateUp<kPlain>>;
 template <bool kPlain>
 using DownGradPeers = Pulling<DownGrad<kPlain>, mma::Hopper, 6>;
 
-// Also sends the scores' gradients, from the parts that the down gradient left, and ends the call.
+// Sends rows of dx, and the scores' gradients from the parts that the down gradient left, and ends
+// the call.
 struct GateUpGradPeers : Pulling<GateUpGrad> {
-    struct Epilogue {
-        epilogue::SlabPair slabs;
-        epilogue::Push<false> push;
+    PK_DEVICE static void pull(const Args& args, u32 warp) {
+        Pulling<GateUpGrad>::pull(args, warp);
+        const u32 rows = static_cast<u32>(args.starts[args.num_experts]);
+        roles::push_to_peers(
+            {*args.peers, args.list, args.out_rows, args.out_done, args.n_tiles, args.columns * 2,
+             rows, args.fault},
+            warp);
+    }
 
-        PK_DEVICE static epilogue::PushOut out(const Args& args) {
-            return {args.peers, args.list, args.columns * 2, args.columns};
+    struct Epilogue {
+        RowsEpilogue<false> rows;
+        epilogue::Announcer announcer;
+
+        PK_DEVICE void idle(const epilogue::Seat& seat) { announcer.pay(seat); }
+
+        PK_DEVICE void settle(const Args&, const Tile& t, const epilogue::Seat& seat) {
+            if (t.k_steps < 0) announcer.pay(seat);
         }
 
         PK_DEVICE void prefetch(const Args& args, const Tile& t, const epilogue::Seat& seat) {
-            push.prepare(out(args), t, seat);
             if (t.n == 0 && seat.warp < 2) send_score(args, t, seat);
         }
 
         PK_DEVICE void store(
             const Args& args, const Tile& t, const epilogue::Seat& seat, mma::Accum& acc,
-            roles::Waiter&) {
-            push.store(out(args), t, seat, acc, slabs);
+            roles::Waiter& waiter) {
+            announcer.pay(seat);
+            announcer.owe(args.out_done + t.row / 64 + seat.warpgroup);
+            rows.store(args, t, seat, acc, waiter);
         }
-
-        PK_DEVICE void finish() { comm::wait_until(push.through_ns); }
 
     private:
         PK_DEVICE static void send_score(
@@ -94,10 +106,7 @@ struct GateUpGradPeers : Pulling<GateUpGrad> {
     };
 
     PK_DEVICE static Epilogue make_epilogue(u32 base, const epilogue::Seat& seat) {
-        const u32 places = seat.warpgroup * layout::kPlaceRows * layout::kPlaceBytes;
-        return {
-            {base + Smem::kSlab + seat.warpgroup * 2 * layout::kSlabBytes},
-            {{base + Smem::kPlaces + places}}};
+        return {{{base + Smem::kSlab + seat.warpgroup * 2 * layout::kSlabBytes}}};
     }
 
     PK_DEVICE static void finish(const Args& args) {

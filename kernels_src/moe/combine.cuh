@@ -9,6 +9,7 @@
 // Numerics:   fp32 sums in slot order, one rounding to bf16; zeros for a token without any expert.
 //             The same bits on every run, whatever the grid.
 #pragma once
+#include "../comm/peers.cuh"
 #include "../common/launch_meta.cuh"
 #include "../common/types.cuh"
 #include "../ptx/ld_st.cuh"
@@ -18,7 +19,8 @@ namespace prime::moe {
 
 struct CombineArgs {
     const u8* pool;            // [pool rows, H] bf16, already scaled by the scores
-    const i32* slot_row;       // [T, K]; -1: no expert
+    const u8* results;         // [T, K, H] bf16: rows that peers sent; null where there are none
+    const i32* slot_row;       // [T, K] pool row; among peers rank << 28 | row; -1: no expert
     u8* y;                     // [T, H] bf16, or null: only scores
     const float* score_parts;  // [pool rows, parts], or null
     float* dscore;             // [T, K]; 0 where there is no expert
@@ -26,8 +28,8 @@ struct CombineArgs {
     u32 topk;
     u32 hidden;  // multiple of 8
     u32 parts;
-    u32 by_slot;  // 1: the pool is [T, K, H], as peers send results; slot_row only says which exist
-    u32 reserved;
+    u32 rank;           // of this rank among its peers: whose rows are in the pool
+    u32 parts_by_slot;  // 1: score_parts is [T K, parts]
 };
 
 struct Combine {
@@ -46,6 +48,15 @@ struct Combine {
         }
     }
 
+    PK_DEVICE static const bf16* row_at(const Args& args, i32 place, u32 slot) {
+        const u32 mask = args.results == nullptr ? ~0u : (1u << comm::kRankShift) - 1;
+        const u32 row = static_cast<u32>(place) & mask;
+        const bool here = row == static_cast<u32>(place) - (args.rank << comm::kRankShift);
+        const u8* rows = here ? args.pool : args.results;
+        return reinterpret_cast<const bf16*>(rows) +
+               static_cast<u64>(here ? row : slot) * args.hidden;
+    }
+
     PK_DEVICE static void sum_columns(const Args& args, u32 token, u32 column) {
         const i32* rows = args.slot_row + static_cast<u64>(token) * args.topk;
         float sum[kColumns] = {};
@@ -54,12 +65,10 @@ struct Combine {
             u32 named = 0;
 #pragma unroll
             for (u32 i = 0; i < kLoads; ++i) {
-                i32 row = k0 + i < args.topk ? rows[k0 + i] : -1;
-                if (row < 0) continue;
-                if (args.by_slot) row = static_cast<i32>(token * args.topk + k0 + i);
+                const i32 place = k0 + i < args.topk ? rows[k0 + i] : -1;
+                if (place < 0) continue;
                 named |= 1u << i;
-                held[i] = ptx::ld_nc_v4(
-                    args.pool + (static_cast<u64>(row) * args.hidden + column) * sizeof(bf16));
+                held[i] = ptx::ld_nc_v4(row_at(args, place, token * args.topk + k0 + i) + column);
             }
 #pragma unroll
             for (u32 i = 0; i < kLoads; ++i)
@@ -75,10 +84,11 @@ struct Combine {
     PK_DEVICE static void sum_scores(const Args& args) {
         const u32 slots = args.tokens * args.topk;
         for (u32 s = blockIdx.x * kThreads + threadIdx.x; s < slots; s += gridDim.x * kThreads) {
-            const i32 row = args.slot_row[s];
+            const i32 place = args.slot_row[s];
+            const u32 row = static_cast<u32>(place);
             float sum = 0.0f;
-            for (u32 p = 0; row >= 0 && p < args.parts; ++p)
-                sum += args.score_parts[static_cast<u64>(row) * args.parts + p];
+            for (u32 p = 0; place >= 0 && p < args.parts; ++p)
+                sum += args.score_parts[u64{args.parts_by_slot ? s : row} * args.parts + p];
             args.dscore[s] = sum;
         }
     }

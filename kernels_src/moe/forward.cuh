@@ -9,13 +9,15 @@
 //
 // Invariants: a gate/up tile waits for its rows, a down tile for the h of its rows; both are
 //             announced by work that stands earlier in the tile list or waits for pulls only, so
-//             the list always advances. The launch ends when every peer has said that it is done:
-//             its results are here, and nothing of this rank is read any more.
+//             the list always advances. Pushes wait for tiles, and nothing here waits for a push.
+//             The launch ends when every peer has said that it is done: its results are here, and
+//             nothing of this rank is read any more.
 #pragma once
 #include "../comm/finish.cuh"
+#include "../epilogue/announce.cuh"
 #include "../epilogue/gate_up.cuh"
-#include "../epilogue/push.cuh"
 #include "../roles/pull_peers.cuh"
+#include "../roles/push_peers.cuh"
 #include "block_gemm.cuh"
 
 namespace prime::moe {
@@ -66,6 +68,10 @@ struct Forward {
             {*args.peers, args.peers->tokens, args.list, args.pool, args.arrivals, args.hidden * 2,
              rows, args.fault},
             warp);
+        roles::push_to_peers(
+            {*args.peers, args.list, args.y_rows, args.y_done, ceil_div(args.hidden, kDownColumns),
+             args.hidden * 2, rows, args.fault},
+            warp);
     }
 
     PK_DEVICE static u32 bytes(const Tile& t) { return Base::bytes(t); }
@@ -101,30 +107,30 @@ struct Forward {
 
     struct Epilogue {
         epilogue::SlabPair slabs;
-        epilogue::Push<true> push;
-        u32* unannounced = nullptr;  // counter of an h whose stores may still be under way
+        epilogue::Announcer announcer;
+        bool owes_h = false;
 
-        // When there is no next tile yet, which may be for want of this h.
-        PK_DEVICE void idle(const epilogue::Seat& seat) { announce(seat); }
+        // When there is no next tile yet, which may be for want of what is owed.
+        PK_DEVICE void idle(const epilogue::Seat& seat) { announcer.pay(seat); }
 
-        // Leaves the stores of h the time of the next tile. Not where that tile may be waiting for
-        // it: a down tile, or the end.
+        // A down tile may be waiting for this very h.
         PK_DEVICE void settle(const Args&, const Tile& t, const epilogue::Seat& seat) {
-            if (is_down(t) || t.k_steps < 0) announce(seat);
+            if (t.k_steps < 0 || (is_down(t) && owes_h)) announcer.pay(seat);
         }
 
-        PK_DEVICE void prefetch(const Args& args, const Tile& t, const epilogue::Seat& seat) {
-            if (is_down(t)) push.prepare(push_out(args), t, seat);
-        }
+        PK_DEVICE void prefetch(const Args&, const Tile&, const epilogue::Seat&) {}
 
         PK_DEVICE void store(
             const Args& args, const Tile& t, const epilogue::Seat& seat, mma::Accum& acc,
             roles::Waiter&) {
-            if (is_down(t)) {
-                push.store(push_out(args), t, seat, acc, slabs);
+            announcer.pay(seat);
+            owes_h = !is_down(t);
+            announcer.owe((owes_h ? args.h_done : args.y_done) + t.row / 64 + seat.warpgroup);
+            if (!owes_h) {
+                epilogue::Rows<true>::store(
+                    {args.y, args.row_score, args.hidden}, t, seat, acc, slabs);
                 return;
             }
-            announce(seat);
             const epilogue::GateUpOut out{
                 args.z,
                 args.h,
@@ -132,32 +138,11 @@ struct Forward {
                 args.intermediate,
                 args.keep_z != 0};
             epilogue::GateUp<kPlain>::store(out, t, seat, acc, slabs);
-            unannounced = args.h_done + t.row / 64 + seat.warpgroup;
-        }
-
-        PK_DEVICE void finish() { comm::wait_until(push.through_ns); }
-
-    private:
-        PK_DEVICE static epilogue::PushOut push_out(const Args& args) {
-            return {args.peers, args.list, args.hidden * 2, args.hidden};
-        }
-
-        // h complete in memory, then the counter, for TMA loads by whoever acquires it.
-        PK_DEVICE void announce(const epilogue::Seat& seat) {
-            if (seat.leader && unannounced != nullptr) {
-                ptx::bulk_wait<0>();
-                ptx::fence_async_global();
-                ptx::red_add_release_gpu(unannounced, 1);
-            }
-            unannounced = nullptr;
         }
     };
 
     PK_DEVICE static Epilogue make_epilogue(u32 base, const epilogue::Seat& seat) {
-        const u32 places = seat.warpgroup * layout::kPlaceRows * layout::kPlaceBytes;
-        return {
-            {base + Smem::kSlab + seat.warpgroup * 2 * layout::kSlabBytes},
-            {{base + Smem::kPlaces + places}}};
+        return {{base + Smem::kSlab + seat.warpgroup * 2 * layout::kSlabBytes}};
     }
 
     // After the cluster's last barrier. The last CTA tells the peers and hears them; whatever

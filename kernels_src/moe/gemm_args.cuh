@@ -34,7 +34,9 @@ struct GroupedArgs {
     const comm::RowEntry* list;  // [pool rows] whose token a row is; from here on among peers only
     const comm::Peers* peers;    // in this rank's arena
     u32* copied;                 // [pool rows / 64] rows that are pulled, whoever waits for them
-    u32* finished;               // [1] CTAs that are through
+    const u8* out_rows;  // [pool rows, columns] what out0 writes: peers' rows are sent from there
+    u32* out_done;       // [pool rows / 64] tiles of it that are there
+    u32* finished;       // [1] CTAs that are through
     u32 num_experts;
     u32 k_steps;  // 64-wide steps of the whole reduction
     u32 split;    // steps that read b0; the rest read b1
@@ -57,13 +59,17 @@ struct ForwardArgs {
     TensorMap h;  // rows: written, then read
     TensorMap z;  // halves
     TensorMap down;
+    TensorMap y;                 // rows: times their scores
     const i32* counts;           // [E_l]
     const i32* starts;           // [E_l + 1]
     const comm::RowEntry* list;  // [pool rows] whose token a row is
     const comm::Peers* peers;    // in this rank's arena
+    const float* row_score;      // [pool rows]
     u8* pool;                    // [pool rows, H] where tokens are brought
+    const u8* y_rows;            // [pool rows, H] what y writes: peers' rows are sent from there
     u32* arrivals;               // [pool rows / 64] tokens that are there
     u32* h_done;                 // [pool rows / 64] tiles of h that are there
+    u32* y_done;                 // [pool rows / 64] tiles of y that are there
     u32* finished;               // [1] CTAs that are through
     FaultRecord* fault;
     u32 num_experts;  // E_l

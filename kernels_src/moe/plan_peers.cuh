@@ -21,7 +21,7 @@
 namespace prime::moe {
 
 struct PlanPeersArgs {
-    PlanArgs plan;  // row_src, row_score: not written; num_experts: of all ranks; slot_row: below
+    PlanArgs plan;         // row_src: not written; num_experts: of all ranks; slot_row: below
     comm::RowEntry* list;  // [pool rows] the rows of this rank's experts, for the launches to come
     const comm::Peers* peers;  // in this rank's arena
     const u8* tokens;          // [T, row_bytes]
@@ -43,9 +43,8 @@ struct PlanPeers {
         .min_ctas = 1,
         .protocol = comm::kProtocol};
 
-    // A slot's place in slot_row: rank << 28 | pool row there; kNoRow where it has no expert.
-    static constexpr u32 kRankShift = 28;
-    static constexpr u32 kGaveUp = ~0u;  // instead of a CTA's first row of expert 0
+    static constexpr u32 kRankShift = comm::kRankShift;  // of slot_row; kNoRow: no expert
+    static constexpr u32 kGaveUp = ~0u;                  // instead of a CTA's first row of expert 0
 
     struct Context {
         const Args& args;
@@ -231,12 +230,17 @@ struct PlanPeers {
         }
     }
 
+    PK_DEVICE static void keep_row(const Args& args, u32 row, const uint4& entry) {
+        ptx::st_v4(args.list + row, entry);
+        args.plan.row_score[row] = __uint_as_float(entry.w);
+    }
+
     // The complete list, out of the arena, where the next call will write.
     PK_DEVICE static void keep_list(const Context& c) {
         const comm::RowEntry* from = list_at(c.peers, c.rank);
         const u32 rows = static_cast<u32>(c.args.plan.starts[c.local]);
         for (u32 r = c.cta * kThreads + threadIdx.x; r < rows; r += kCtas * kThreads)
-            ptx::st_v4(c.args.list + r, ptx::ld_v4(from + r));
+            keep_row(c.args, r, ptx::ld_v4(from + r));
     }
 
     PK_DEVICE static void plan(const Context& c) {

@@ -78,35 +78,6 @@ PK_DEVICE void ld_shared_v4(u32 addr, i32& a, i32& b, i32& c, i32& d) {
                  : "memory");
 }
 
-PK_DEVICE uint4 ld_shared_v4(u32 addr) {
-    uint4 v;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(addr)
-                 : "memory");
-    return v;
-}
-
-PK_DEVICE void st_shared_v2(u32 addr, u32 a, u32 b) {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(addr), "r"(a), "r"(b) : "memory");
-}
-
-PK_DEVICE void st_shared_u32(u32 addr, u32 v) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(v) : "memory");
-}
-
-PK_DEVICE u64 ld_shared_u64(u32 addr) {
-    u64 v;
-    asm volatile("ld.shared.b64 %0, [%1];" : "=l"(v) : "r"(addr) : "memory");
-    return v;
-}
-
-PK_DEVICE u32 ld_shared_u32(u32 addr) {
-    u32 v;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(addr) : "memory");
-    return v;
-}
-
 PK_DEVICE void st_shared_f32x2(u32 addr, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(addr), "f"(a), "f"(b) : "memory");
 }

@@ -4,9 +4,9 @@
 // Layer:      roles (arch-free). One thread.
 //
 // Op gives, for a tile and a step: bytes(tile) that this CTA's stage receives, load_a(...) and
-// load_b(...); and waits(args), whether rows are written during the launch. With multicast each CTA of the
-// pair loads half of B into both; a CTA without a tile of its own still loads its half for the
-// other.
+// load_b(...); and waits(args), whether rows are written during the launch. With multicast each CTA
+// of the pair loads half of B into both; a CTA without a tile of its own still loads its half for
+// the other.
 //
 // Invariants: a stage is refilled only after the math warps of both CTAs have released it, because
 //             either CTA may write into the other's stage. Returns only when every copy into this

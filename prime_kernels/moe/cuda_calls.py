@@ -183,7 +183,7 @@ def record_backward(call: Recorder, shape: BackwardShape) -> None:
         call.gate_up(Pull(x, x_rows, counters.row(1)), weights, scaled, preact)
     dy_rows, dz = take(pool, hidden), take(pool, 2 * inter)
     parts = take(pool, math.ceil(inter / TILE_N), itemsize=4)
-    call.down_grad(Pull(dy, dy_rows, counters.row(0)), w_down, preact, score, dz, scaled, parts)
+    call.down_grad(Pull(dy, dy_rows, counters.row(0)), w_down, preact, score, (dz, scaled, parts))
     if wants_rows:
         x_rows = take(pool, hidden)
     dx = dscore = dx_rows = None

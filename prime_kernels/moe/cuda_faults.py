@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from prime_kernels.moe.backend import RuntimeView
 
 FAULT_WORDS = 8  # FaultRecord
-_ROLES = {1: "schedule", 2: "load", 3: "math", 4: "pull", 5: "plan", 6: "end"}
+_ROLES = {1: "schedule", 2: "load", 3: "math", 4: "pull", 5: "plan", 6: "end", 7: "push"}
 _WAITS = {
     1: "a tile",
     2: "room in the tile list",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _PLAN_CTAS = 8  # one cluster
 # Fields of GroupedArgs that only launches among peers use.
-_NO_PEERS = {"list": 0, "peers": 0, "copied": 0, "finished": 0, "pull_grads": 0, "parts": 0}
+_NO_PEERS = dict.fromkeys(("list", "peers", "copied", "out_rows", "out_done", "finished", "pull_grads", "parts"), 0)
 _COUNTER_ROWS = 64  # kArrivalRows of kernels_src/roles/pull.cuh
 # Where gradients lie that are added to; the layer overwrites its gradients.
 _SUMS = ("gate_sum", "up_sum", "down_sum", "gate_up_matrix", "down_matrix", "gate_up_pitch", "down_pitch")
@@ -141,15 +141,18 @@ class Recorder:
         parts: Buffer | None = None,
         dscore: Buffer | None = None,
         *,
-        by_slot: bool = False,
+        results: Buffer | None = None,
+        rank: int = 0,
+        parts_by_slot: bool = False,
     ) -> None:
         """y from the pool, and the scores' gradients from their parts, whichever are asked for.
 
-        `by_slot`: the pool is [T*K, H], a row per slot, as peers send results.
+        `results` [T*K, H]: what peers of `rank` sent. `parts_by_slot`: parts have a row per slot instead of pool row.
         """
         wants = dscore is not None and parts is not None
         args = {
             "pool": address(pool),
+            "results": address(results),
             "slot_row": self._plan.slot_row,
             "y": address(y),
             "score_parts": address(parts if wants else None),
@@ -158,8 +161,8 @@ class Recorder:
             "topk": self.config.topk,
             "hidden": self.config.hidden,
             "parts": parts.shape[1] if wants and parts is not None else 0,
-            "by_slot": int(by_slot),
-            "reserved": 0,
+            "rank": rank,
+            "parts_by_slot": int(parts_by_slot),
         }
         self._run(COMBINE, 8 * self._sms, args)
 
@@ -200,7 +203,9 @@ class Recorder:
         every = {name: tensors.get(name, filler) for name in ("a", "b0", "b1", "out0", "out1", "in1")}
         self._run(gemm_key(op, self.config), self._sms // 2 * 2, args, every)
 
-    def gate_up(self, pull: Pull, weights: BufferOrPair, h: Buffer, preact: Buffer | None) -> None:
+    def gate_up(
+        self, pull: Pull, weights: BufferOrPair, h: Buffer, preact: Buffer | None, op: str = "gate_up", **extra: int
+    ) -> None:
         """h, and z where it is kept, from rows that this launch pulls."""
         config = self.config
         gate, up = maps.halves(*split(weights))
@@ -213,7 +218,7 @@ class Recorder:
         if preact is not None:
             tensors["out1"] = maps.row_halves(preact.data_ptr(), h.shape[0], config.intermediate)
         sizes = {"k_steps": config.hidden // STAGE_K, "columns": config.intermediate, "tile_columns": TILE_N // 2}
-        self._blocks("gate_up", tensors, pull, **sizes, keep_z=int(preact is not None))
+        self._blocks(op, tensors, pull, **sizes, keep_z=int(preact is not None), **extra)
 
     def down(self, h: Buffer, w_down: Buffer, score: Buffer, y_rows: Buffer) -> None:
         config = self.config
@@ -222,8 +227,17 @@ class Recorder:
         self._blocks("down", tensors, None, **sizes, row_score=score.data_ptr())
 
     def down_grad(
-        self, pull: Pull, w_down: Buffer, preact: Buffer, score: Buffer, dz: Buffer, scaled: Buffer, parts: Buffer
+        self,
+        pull: Pull,
+        w_down: Buffer,
+        preact: Buffer,
+        score: Buffer,
+        results: tuple[Buffer, Buffer, Buffer],
+        op: str = "down_grad",
+        **extra: int,
     ) -> None:
+        """`results`: dz, score * h, parts of the scores' gradients."""
+        dz, scaled, parts = results
         config = self.config
         pool = dz.shape[0]
         tensors = {
@@ -235,9 +249,17 @@ class Recorder:
         }
         sizes = {"k_steps": config.hidden // STAGE_K, "columns": config.intermediate, "tile_columns": TILE_N}
         addresses = {"row_score": score.data_ptr(), "score_parts": parts.data_ptr()}
-        self._blocks("down_grad", tensors, pull, **sizes, **addresses)
+        self._blocks(op, tensors, pull, **sizes, **addresses, **extra)
 
-    def gate_up_grad(self, pull: Pull | None, dz: Buffer, weights: BufferOrPair, dx_rows: Buffer) -> None:
+    def gate_up_grad(
+        self,
+        pull: Pull | None,
+        dz: Buffer,
+        weights: BufferOrPair,
+        dx_rows: Buffer,
+        op: str = "gate_up_grad",
+        **extra: int,
+    ) -> None:
         config = self.config
         gate, up = maps.halves(*split(weights))
         tensors = {
@@ -248,7 +270,7 @@ class Recorder:
         }
         half = config.intermediate // STAGE_K
         sizes = {"k_steps": 2 * half, "columns": config.hidden, "tile_columns": TILE_N}
-        self._blocks("gate_up_grad", tensors, pull, **sizes, split=half)
+        self._blocks(op, tensors, pull, **sizes, split=half, **extra)
 
     def wgrad(
         self,

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward of the cuda backend among the ranks of a group: plan_peers, forward, combine.
+"""Calls of the cuda backend among the ranks of a group.
+
+Forward: plan_peers (copies x to the arena), forward (pulls x, both GEMMs, sends y), combine. Backward: stage_peers
+(dy and x to the arena), gate_up where z was not kept, down_grad (pulls dy), gate_up_grad (pulls x, sends dx and the
+scores' gradients), wgrad, combine.
+
 
 Beside its tensors a rank has an arena (prime_kernels/peers): peers write counts, entries of its row list and results
 there and read its tokens from there. Nothing that the backward needs stays in it: the plan is a tensor,
@@ -14,24 +19,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prime_kernels.errors import UnsupportedConfig
+from prime_kernels.moe.backend import Needs
 from prime_kernels.moe.cuda_buffers import Buffer
-from prime_kernels.moe.cuda_calls import Calls, ForwardAddresses, ForwardShape, PreparedCall, gate_up_of
-from prime_kernels.moe.cuda_launch import Recorder
-from prime_kernels.moe.cuda_maps import halves, matrices, reduce_cols, row_halves, rows
+from prime_kernels.moe.cuda_calls import (
+    BackwardAddresses,
+    BackwardShape,
+    Calls,
+    ForwardAddresses,
+    ForwardShape,
+    PreparedCall,
+    gate_up_of,
+)
+from prime_kernels.moe.cuda_peer_launch import PeerRecorder
 from prime_kernels.moe.cuda_variants import (
-    PLAN_PEERS,
-    POOL_ALIGN,
-    ROW_WORDS,
-    PlanView,
+    TILE_N,
+    Pull,
     arena_layout,
-    gemm_key,
     kept_rows,
     peer_kernel_keys,
-    peer_plan_numel,
     pool_rows,
     preact_shape,
-    split,
 )
 
 if TYPE_CHECKING:
@@ -39,12 +46,8 @@ if TYPE_CHECKING:
 
     from prime_kernels.moe.backend import RuntimeView
     from prime_kernels.moe.config import MegaMoEConfig
-    from prime_kernels.moe.cuda_calls import BackwardShape
-    from prime_kernels.moe.cuda_launch import BufferOrPair
     from prime_kernels.peers.base import PeerMemory
 
-_PLAN_CLUSTER = 8  # kCtas of kernels_src/moe/plan.cuh
-_PAIR_ROWS, _GATE_UP_COLUMNS = 256, 128  # of a tile of two CTAs; kGateUpColumns of kernels_src/moe/forward.cuh
 _PLACE_BITS = 28  # kRankShift of kernels_src/moe/plan_peers.cuh: slots and pool rows
 
 
@@ -84,114 +87,23 @@ def warm_up(config: MegaMoEConfig, device: torch.device, fault: Tensor) -> None:
 
     for key in peer_kernel_keys(config):
         load_kernel(key, device=device.index)
-    alone = config.replace(max_tokens_per_rank=1)
-    layout = arena_layout(alone, 1)
-    (peers,) = create_peers(layout, ranks=1, device=device, timeout_s=config.peer_timeout_s)
-    call = PeerCalls(alone, device.index, fault.data_ptr(), peers).of(ForwardShape(0, "inputs", False, False))
-    work = torch.empty(
-        call.work_bytes + 4 * (call.plan_numel + 2 * config.num_experts), dtype=torch.uint8, device=device
-    )
-    plan = work.data_ptr() + call.work_bytes
-    counts = plan + 4 * call.plan_numel
-    # Without tokens nothing reads or writes tokens, weights and results.
-    addresses = dict.fromkeys(ForwardAddresses._fields, work.data_ptr())
-    addresses |= {"plan": plan, "sent": counts, "received": counts + 4 * config.num_experts}
-    call.launch(device, ForwardAddresses(**addresses))
+    alone = config.replace(max_tokens_per_rank=1, num_experts=1, topk=1)
+    (peers,) = create_peers(arena_layout(alone, 1), ranks=1, device=device, timeout_s=config.peer_timeout_s)
+    calls = PeerCalls(alone, device.index, fault.data_ptr(), peers)
+    forward = calls.of(ForwardShape(0, "inputs", False, False))
+    backwards = [calls.of(BackwardShape(0, 0, False, Needs(True, True, True, True), fp32)) for fp32 in (False, True)]
+    # Without tokens nothing reads or writes tokens, weights and results; only weight gradients are written, as zeros.
+    sizes = [backwards[0].work_bytes, 4 * forward.plan_numel, 64]
+    sizes += [4 * matrices * config.hidden * config.intermediate for matrices in (2, 1)]
+    work, plan, counts, dw_gate_up, dw_down = (torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+    addresses = dict.fromkeys(ForwardAddresses._fields, work.data_ptr()) | {"plan": plan.data_ptr()}
+    addresses |= {"sent": counts.data_ptr(), "received": counts.data_ptr() + 32}
+    forward.launch(device, ForwardAddresses(**addresses))
+    addresses = dict.fromkeys(BackwardAddresses._fields, work.data_ptr()) | {"plan": plan.data_ptr()}
+    addresses |= {"dw_gate_up": dw_gate_up.data_ptr(), "dw_down": dw_down.data_ptr()}
+    for backward in backwards:
+        backward.launch(device, BackwardAddresses(**addresses))
     torch.cuda.synchronize(device)
-
-
-class PeerRecorder(Recorder):
-    """Writes down the launches of one call among peers."""
-
-    def __init__(self, config: MegaMoEConfig, index: int, fault: int, tokens: int, peers: PeerMemory) -> None:
-        plan = Buffer.of("plan")
-        super().__init__(config, index, fault, tokens, plan, peers.size)
-        self.peers = peers
-        self.plan_numel = peer_plan_numel(config, tokens, peers.size)
-        self._plan = PlanView.of(plan, self.experts, tokens * config.topk, align=ROW_WORDS)
-
-    def region(self, offset: int, *shape: int, itemsize: int = 2) -> Buffer:
-        """A part of this rank's arena."""
-        return Buffer(self.peers.address + offset, shape, itemsize)
-
-    def plan_peers(
-        self, x: Buffer, topk_ids: Buffer, topk_weights: Buffer, counts: tuple[Buffer, Buffer], counters: Buffer
-    ) -> None:
-        """Place every slot on the rank of its expert; x is copied to the arena meanwhile."""
-        at, config = self._plan, self.config
-        plan = {
-            "ids": topk_ids.data_ptr(),
-            "weights": topk_weights.data_ptr(),
-            "counts": at.counts,
-            "starts": at.starts,
-            "slot_row": at.slot_row,
-            "row_src": 0,
-            "tokens_per_expert": counts[0].data_ptr(),
-            "recv_per_expert": counts[1].data_ptr(),
-            "row_score": 0,
-            "counters": counters.data_ptr(),
-            "fault": self._fault,
-            "tokens": self.tokens,
-            "topk": config.topk,
-            "num_experts": config.num_experts,
-            "num_counters": counters.numel(),
-            "pool_rows": pool_rows(config, self.tokens, self.ep_size),
-            "wide_ids": int(topk_ids.itemsize == 8),
-        }
-        args = {f"plan.{name}": value for name, value in plan.items()}
-        args |= {"list": at.row_src, "peers": self.peers.address, "tokens": x.data_ptr()}
-        args |= {"row_bytes": config.hidden * 2, "reserved": 0}
-        grid = max(_PLAN_CLUSTER, self._sms // _PLAN_CLUSTER * _PLAN_CLUSTER)
-        self._run(PLAN_PEERS, grid, args)
-
-    def forward(
-        self,
-        x_rows: Buffer,
-        weights: BufferOrPair,
-        h: Buffer,
-        preact: Buffer | None,
-        w_down: Buffer,
-        counters: tuple[Buffer, Buffer, Buffer],
-    ) -> None:
-        """Pull rows of x, multiply with gate and up, then with down, push to the owners. `counters`: see gemm_args."""
-        config, grid = self.config, self._sms // 2 * 2
-        gate, up = halves(*split(weights))
-        args = {
-            "counts": self._plan.counts,
-            "starts": self._plan.starts,
-            "list": self._plan.row_src,
-            "peers": self.peers.address,
-            "pool": x_rows.data_ptr(),
-            "arrivals": counters[0].data_ptr(),
-            "h_done": counters[1].data_ptr(),
-            "finished": counters[2].data_ptr(),
-            "fault": self._fault,
-            "num_experts": self.experts,
-            "hidden": config.hidden,
-            "intermediate": config.intermediate,
-            "lag": lag(config, self.ep_size, grid // 2),
-            "keep_z": int(preact is not None),
-            "only_moves": 0,
-            "reserved": 0,
-            **self._activation,
-        }
-        tensors = {
-            "x": rows(x_rows),
-            "gate": reduce_cols(gate),
-            "up": reduce_cols(up),
-            "h": rows(h),
-            "z": row_halves((preact or h).data_ptr(), h.shape[0], config.intermediate),
-            "down": reduce_cols(matrices(w_down)),
-        }
-        self._run(gemm_key("forward", config), grid, args, tensors)
-
-
-def lag(config: MegaMoEConfig, ep_size: int, clusters: int) -> int:
-    """Experts that the second GEMM stays behind the first: two rounds of all clusters over a mean expert's tiles."""
-    experts = config.num_experts // ep_size
-    rows_of_mean = config.max_tokens_per_rank * config.topk / experts
-    tasks = math.ceil(rows_of_mean / _PAIR_ROWS) * math.ceil(config.intermediate / _GATE_UP_COLUMNS)
-    return max(1, min(experts, math.ceil(2 * clusters / tasks)))
 
 
 class PeerCalls(Calls):
@@ -206,11 +118,8 @@ class PeerCalls(Calls):
         if isinstance(shape, ForwardShape):
             record_forward(recorder, shape)
             return PreparedCall(recorder, ForwardAddresses._fields, shape.save)
-        raise UnsupportedConfig(
-            f"the backward among {self._peers.size} ranks has no fused kernel yet; need ep_size=1 to train.",
-            facts={"ep_size": self._peers.size},
-            remedy='Use backend="grouped" to train with this group.',
-        )
+        record_backward(recorder, shape)
+        return PreparedCall(recorder, BackwardAddresses._fields)
 
 
 def record_forward(call: PeerRecorder, shape: ForwardShape) -> None:
@@ -227,12 +136,60 @@ def record_forward(call: PeerRecorder, shape: ForwardShape) -> None:
     if shape.save != "inputs":
         preact = Buffer.of("preact", *preact_shape(config, tokens, shape.save, call.ep_size))
     kept = kept_rows(preact, pool, config)
-    blocks = pool // POOL_ALIGN
-    counters = take(2 * blocks + 1, itemsize=4)
-    arrivals, h_done, finished = (Buffer(counters.at + 4 * at, (1,), 4) for at in (0, blocks, 2 * blocks))
+    score, counters = take(pool, itemsize=4), call.peer_counters(pool)
     x_rows = take(pool, hidden) if kept is None else kept
-    h = take(pool, inter)
-    call.plan_peers(x, ids, weights, (sent, received), counters)
+    h, y_rows = take(pool, inter), take(pool, hidden)
+    call.plan_peers(x, ids, weights, (sent, received), score, counters.all)
     w_down = Buffer.of("w_down", call.experts, hidden, inter)
-    call.forward(x_rows, gate_up_of(call, shape.pair, ""), h, preact, w_down, (arrivals, h_done, finished))
-    call.combine(call.region(call.peers.layout.results, tokens * topk, hidden), y, by_slot=True)
+    call.forward(x_rows, gate_up_of(call, shape.pair, ""), h, preact, w_down, score, y_rows, counters)
+    call.combine_peers(y_rows, y)
+
+
+def record_backward(call: PeerRecorder, shape: BackwardShape) -> None:
+    """stage_peers, gate_up if z was not kept, down_grad, gate_up_grad, wgrad, combine.
+
+    What peers may ask for is always done, whatever this rank needs: its tokens are staged, and theirs get dx.
+    """
+    config, tokens, needs, take = call.config, shape.tokens, shape.needs, call.work.take
+    hidden, inter = config.hidden, config.intermediate
+    pool = pool_rows(config, tokens, call.ep_size)
+    dy, x = Buffer.of("dy", tokens, hidden), Buffer.of("x", tokens, hidden)
+    weights, w_down = gate_up_of(call, shape.pair, ""), Buffer.of("w_down", call.experts, hidden, inter)
+    preact = Buffer.of("preact", pool, shape.saved) if shape.saved else None
+    kept = kept_rows(preact, pool, config)
+    score, counters = take(pool, itemsize=4), call.peer_counters(pool)
+    call.stage_peers(dy, x if kept is None else None, score, counters)
+    x_rows, pull_x = kept, needs.w_gate_up and kept is None
+    scaled = take(pool, inter)
+    if preact is None:
+        x_rows, pull_x = take(pool, hidden), False
+        preact = take(pool, 2 * inter)
+        extra = call.among_peers(counters.second)
+        call.gate_up(Pull(x, x_rows, counters.second), weights, scaled, preact, "gate_up_peers", **extra)
+    dy_rows, dz = take(pool, hidden), take(pool, 2 * inter)
+    parts = take(pool, math.ceil(inter / TILE_N), itemsize=4)
+    extra = call.among_peers(counters.first, pull_grads=1)
+    pull = Pull(dy, dy_rows, counters.first)
+    call.down_grad(pull, w_down, preact, score, (dz, scaled, parts), "down_grad_peers", **extra)
+    if pull_x:
+        x_rows = take(pool, hidden)
+    dx_rows = take(pool, hidden)
+    extra = call.among_peers(
+        counters.second,
+        out_rows=dx_rows.data_ptr(),
+        out_done=counters.third.data_ptr(),
+        finished=counters.finished.data_ptr(),
+        parts=parts.shape[1],
+        score_parts=parts.data_ptr(),
+    )
+    later = Pull(x, x_rows, None) if pull_x and x_rows is not None else None
+    call.gate_up_grad(later, dz, weights, dx_rows, "gate_up_grad_peers", **extra)
+    if needs.w_gate_up or needs.w_down:
+        size = 4 if shape.fp32 else 2
+        dw_gate_up = gate_up_of(call, shape.pair, "d", size) if needs.w_gate_up else None
+        dw_down = Buffer.of("dw_down", call.experts, hidden, inter, itemsize=size) if needs.w_down else None
+        call.wgrad((dz, x_rows, dy_rows, scaled), dw_gate_up, dw_down, fp32=shape.fp32)
+    dx = Buffer.of("dx", tokens, hidden) if needs.x else None
+    dscore = Buffer.of("dscore", tokens, config.topk, itemsize=4) if needs.topk_weights else None
+    if dx is not None or dscore is not None:
+        call.combine_peers(dx_rows, dx, dscore)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PLAN, PREPARE, COMBINE, GATHER = "plan|t1024", "prepare|t256", "combine|bf16", "gather_rows|b16|t256|l4"
 PLAN_PEERS = "plan_peers|t1024"
+STAGE_PEERS = "stage_peers|t512"
 STAGE_K, TILE_M, TILE_N = 64, 128, 256
 POOL_ALIGN = 64  # rows; kPoolAlign of kernels_src/moe/plan.cuh
 ROW_WORDS = ROW_BYTES // 4  # of a row's entry in the plan among peers
@@ -59,6 +60,9 @@ def gemm_key(op: str, config: MegaMoEConfig) -> str:
         "wgrad_bf16": f"wgrad|bf16|{tile}|s4|c2",
         "wgrad_f32": f"wgrad|fp32|{tile}|s4|c2",
         "forward": f"forward|bf16|{act}|{tile}|s4|c2",
+        "gate_up_peers": f"gate_up_peers|bf16|{act}|{tile}|s4|c2",
+        "down_grad_peers": f"down_grad_peers|bf16|{act}|{tile}|s3|c2",
+        "gate_up_grad_peers": f"gate_up_grad_peers|bf16|{tile}|s4|c2",
     }[op]
 
 
@@ -70,7 +74,8 @@ def kernel_keys(config: MegaMoEConfig) -> tuple[str, ...]:
 
 def peer_kernel_keys(config: MegaMoEConfig) -> tuple[str, ...]:
     """Keys of every kernel that a call among peers may need."""
-    return PLAN_PEERS, gemm_key("forward", config), COMBINE
+    ops = ("forward", "gate_up_peers", "down_grad_peers", "gate_up_grad_peers", "wgrad_bf16", "wgrad_f32")
+    return (PLAN_PEERS, STAGE_PEERS, COMBINE, *(gemm_key(op, config) for op in ops))
 
 
 def is_plain(config: MegaMoEConfig) -> bool:

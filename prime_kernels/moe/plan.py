@@ -94,11 +94,10 @@ def _workspace_bytes(config: MegaMoEConfig, ep_size: int, rows: int) -> int:
     forward = rows * (hidden - kept + intermediate)  # x rows, h
     backward = rows * (2 * hidden - kept + 3 * intermediate + again)  # x rows, dy rows, dz, s*h
     counters = 4 * rows // POOL_ALIGN
-    if ep_size > 1:
-        return max(forward, backward) + 2 * counters  # results go to the owners' slots in the arena
     parts = -(-config.intermediate // TILE_N)  # of a score's gradient
     results = rows * (hidden + 4)  # y or dx rows, scores
-    return results + max(forward + counters, backward + 2 * counters + rows * 4 * parts)
+    sets = (1, 2) if ep_size == 1 else (3, 3)  # of counters, in either direction
+    return results + max(forward + sets[0] * counters, backward + sets[1] * counters + rows * 4 * parts)
 
 
 def _prepared_bytes(config: MegaMoEConfig, ep_size: int) -> int:

@@ -66,33 +66,6 @@ inline void ld_shared_v4(u32 addr, i32& a, i32& b, i32& c, i32& d) {
     a = words[0], b = words[1], c = words[2], d = words[3];
 }
 
-inline uint4 ld_shared_v4(u32 addr) {
-    uint4 v;
-    std::memcpy(&v, sim::memory.at(addr, sizeof(v)), sizeof(v));
-    return v;
-}
-
-inline void st_shared_v2(u32 addr, u32 a, u32 b) {
-    const u32 words[2] = {a, b};
-    sim::memory.write(addr, words, sizeof(words));
-}
-
-inline void st_shared_u32(u32 addr, u32 v) {
-    sim::memory.write(addr, &v, sizeof(v));
-}
-
-inline u64 ld_shared_u64(u32 addr) {
-    u64 v;
-    std::memcpy(&v, sim::memory.at(addr, sizeof(v)), sizeof(v));
-    return v;
-}
-
-inline u32 ld_shared_u32(u32 addr) {
-    u32 v;
-    std::memcpy(&v, sim::memory.at(addr, sizeof(v)), sizeof(v));
-    return v;
-}
-
 inline void st_shared_f32x2(u32 addr, float a, float b) {
     const float words[2] = {a, b};
     sim::memory.write(addr, words, sizeof(words));
