@@ -72,9 +72,9 @@ def _check_ranks(ranks: int, pacing: float | None) -> None:
     """
     if ranks > 1:
         raise UnsupportedConfig(
-            f"--virtual-ranks is {ranks}; the runtime of this version has one rank on a GPU.",
+            f"--virtual-ranks is {ranks}; the recording kernels of this version are those of one rank.",
             facts={"virtual_ranks": ranks, "pacing": pacing},
-            remedy="Leave it out to trace one rank; expert-parallel kernels come with a later version.",
+            remedy="Leave it out to trace one rank; kernels among peers have no recording build yet.",
         )
     if pacing is not None:
         raise UnsupportedConfig(

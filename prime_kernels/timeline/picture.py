@@ -55,7 +55,7 @@ LABELS = {
     "other": "not recorded",
 }
 HELPER_LABELS = {
-    "waits for rows": "load: waits for rows",
+    "waits for rows": "schedule, load: wait for rows",
     "copies": "copy: moves rows",
     "waits for a free stage": "load: waits for a free stage",
 }

@@ -21,7 +21,7 @@ ROLES = ("load", "schedule", "copy", "copy", "math", "math")
 WAIT, MULTIPLY, SKIP, EPILOGUE, COPY = 1, 2, 3, 4, 5  # Event
 TILE_FULL, TILE_FREE, STAGE_FULL, STAGE_FREE, INPUT = 1, 2, 3, 4, 5  # Wait of kernels_src/common/fault.cuh
 COPY_ROWS = 8  # of one COPY record
-LOADER, MATH = 0, (4, 5)  # lanes
+LOADER, SCHEDULER, MATH = 0, 1, (4, 5)  # lanes
 WAITS = {
     TILE_FULL: "the next tile",
     TILE_FREE: "room in the tile list",
@@ -34,12 +34,12 @@ WAITS = {
     9: "a peer to be done",
     10: "the first copy of a row",
 }
-ROWS = "rows being copied"  # what INPUT means to the loader
+ROWS = "rows being copied"  # what INPUT means to the loader and the scheduler
 
 
 def wait_name(role: str, wait: int) -> str:
     """What a role waits for, in words."""
-    return ROWS if role == "load" and wait == INPUT else WAITS.get(wait, f"event {wait}")
+    return ROWS if role in ("load", "schedule") and wait == INPUT else WAITS.get(wait, f"event {wait}")
 
 
 def buffer_bytes(ctas: int, capacity: int) -> int:

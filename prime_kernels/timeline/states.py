@@ -22,8 +22,8 @@ MULTIPLY, ROWS, OPERANDS, ACTIVATIONS, EPILOGUE, TILE_LIST, START, TAIL, NO_ROWS
 HELPERS = ("waits for rows", "copies", "waits for a free stage", "idle")
 
 _TILE, _STALL, _STORE, _INPUT, _LIST, _SKIP = range(6)  # of a math warpgroup
-_LOADER_ROWS, _LOADER_FREE, _COPYING = 12, 13, 14
-_FLAGS = 15
+_LOADER_ROWS, _LOADER_FREE, _COPYING, _SCHEDULE_ROWS = 12, 13, 14, 15
+_FLAGS = 16
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ def _flags(timeline: Timeline) -> tuple[Tensor, Tensor]:
     loader = (lane == rec.LOADER) & waits
     mark(loader & (detail == rec.INPUT), _LOADER_ROWS)
     mark(loader & (detail == rec.STAGE_FREE), _LOADER_FREE)
+    mark((lane == rec.SCHEDULER) & waits & (detail == rec.INPUT), _SCHEDULE_ROWS)
     mark(event == rec.COPY, _COPYING)
     return torch.cat(index), torch.cat(flag)
 
@@ -122,6 +123,8 @@ def _state(up: Tensor, time: Tensor, first: Tensor, last: Tensor) -> Tensor:
         (either[:, _LIST] & (time >= first) & (time < last), TILE_LIST),
         (either[:, _STORE], EPILOGUE),
         (either[:, _STORE] & either[:, _INPUT], ACTIVATIONS),
+        # The scheduler is some tiles ahead: its wait keeps nobody until the list is empty.
+        (either[:, _LIST] & up[:, _SCHEDULE_ROWS], ROWS),
         (stall, OPERANDS),
         (stall & up[:, _LOADER_ROWS], ROWS),
         (product, MULTIPLY),
@@ -160,6 +163,7 @@ def sweep(timeline: Timeline) -> Sweep:
     state = _state(up, time, first[owner], last[owner])
     helper = torch.full_like(state, HELPERS.index("idle"))
     helper[up[:, _LOADER_FREE]] = HELPERS.index("waits for a free stage")
+    helper[up[:, _SCHEDULE_ROWS]] = HELPERS.index("waits for rows")
     helper[up[:, _COPYING]] = HELPERS.index("copies")
     helper[up[:, _LOADER_ROWS]] = HELPERS.index("waits for rows")
     return Sweep(ctas, span, points, length, state, helper, stride)

@@ -219,7 +219,7 @@ def test_the_verb_shows_what_was_recorded_before(tmp_path: Path, capsys: pytest.
         (["--shape", "2048x768"], 3, "--shape is '2048x768'"),
         (["--shape", "100x64x8x2"], 3, "hidden"),
         (["--shape", "qwen3-30b-a3b", "--device", "cpu"], 2, "only the CUDA kernels record"),
-        (["--shape", "qwen3-30b-a3b", "--virtual-ranks", "4", "--pacing", "40"], 3, "has one rank on a GPU"),
+        (["--shape", "qwen3-30b-a3b", "--virtual-ranks", "4", "--pacing", "40"], 3, "are those of one rank"),
         (["--shape", "qwen3-30b-a3b", "--pacing", "40"], 3, "--pacing is 40 GB/s"),
         (["--records", "nowhere"], 3, "holds no traced pass"),
     ],
