@@ -173,7 +173,7 @@ struct Run {
             const RankForward& f = *forwards.back().back();
             streams[r].push_back(
                 sim::kernel_work<moe::PlanPeers>(
-                    sim::machine->random.below(3) ? 8 : 24, call->plans[r]->args));
+                    sim::machine->random.below(2) ? 8 : 24, call->plans[r]->args));
             streams[r].push_back(
                 sim::kernel_work<moe::Forward<kPlain>>(
                     2 + 2 * sim::machine->random.below(2), f.args));

@@ -35,7 +35,7 @@ constexpr u32 kSleepChance = 128;  // one in so many rounds of a warp puts a lan
 constexpr u32 kSleepRounds = 128;  // at most
 
 constexpr u32 kLaunchPace = 4;     // of several launches, one may run in so many rounds only
-constexpr u32 kLateRounds = 2000;  // at most, by which one of several launches begins late
+constexpr u32 kLateRounds = 2000;  // at most, by which a launch or a cluster of several begins late
 
 struct Shape {
     u32 grid, block, cluster, smem_bytes;
@@ -145,6 +145,7 @@ struct Warp {
     u32 stalls = 0;                         // that this warp has seen
     Knowledge known[2];                     // of __syncwarp, as of a meeting
     u32 pace = 1;                           // it runs in one of so many rounds
+    u32 late = 0;                           // rounds before it begins
     Sleep sleep;
     const char* what = nullptr;
     u64 slots[2][32];
@@ -322,6 +323,11 @@ inline bool Machine::take_one_later() {
 }
 
 inline bool Machine::run_warp(Warp& warp, bool pauses) {
+    if (warp.late > 0) {
+        --warp.late;
+        happened();
+        return true;
+    }
     Sleep& sleep = warp.sleep;
     if (sleep.rounds > 0)
         --sleep.rounds;
@@ -402,6 +408,12 @@ inline void Machine::begin(const Work& work, u32 stream) {
         warp.threads = launch->threads.data() + (&warp - launch->warps.data()) * 32;
         warp.pace = random.below(4) == 0 ? 1 + random.below(8) : 1;
     }
+    // A cluster that finds no room at once begins later than the others.
+    const u32 clusters = s.grid / s.cluster, warps = launch->alive / 32 / clusters;
+    for (u32 c = 0; streams_ > 1 && c < clusters; ++c)
+        if (random.below(6) == 0)
+            for (u32 w = c * warps, late = random.below(kLateRounds); w < (c + 1) * warps; ++w)
+                launch->warps[w].late = late;
     for (u32 i = 0; i < launch->alive; ++i) {
         Thread& thread = launch->threads[i];
         thread.launch = launch.get();
