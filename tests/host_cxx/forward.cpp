@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "peers_call.hpp"
+#include "sim/grid.hpp"
 
 using namespace prime;
 using layer::Matrix;
