@@ -27,6 +27,8 @@ struct Pulling : Op {
     };
     static constexpr LaunchShape kLaunch = roles::gemm_launch<Launch, comm::kProtocol>();
 
+    PK_DEVICE static const u64* peers_ns(const Args& args) { return &args.peers->timeout_ns; }
+
     PK_DEVICE static void schedule(const Args& args, roles::TileRing ring, roles::Waiter waiter) {
         const comm::Peers& p = *args.peers;
         // The launch before this one, in this stream, staged what peers are about to read.

@@ -39,6 +39,8 @@ struct Forward {
     static constexpr u32 kGateUpColumns = 128;  // of h per tile
     static constexpr u32 kDownColumns = 256;
 
+    PK_DEVICE static const u64* peers_ns(const Args& args) { return &args.peers->timeout_ns; }
+
     PK_DEVICE static bool is_down(const Tile& t) { return t.kind == 1; }
 
     PK_DEVICE static void schedule(const Args& args, roles::TileRing ring, roles::Waiter waiter) {

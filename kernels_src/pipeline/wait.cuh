@@ -22,6 +22,9 @@ constexpr u32 kPollsPerClockRead = 1024;
 struct Waiter {
     FaultRecord* record;
     Role role;
+    // What a launch among peers grants them, in their arena; null: there are none. Its own waits
+    // are for work that may be waiting for a peer, and must not run out of time before that does.
+    const u64* peers_ns = nullptr;
     bool dead = false;
     profile::Timeline timeline{record};
 
@@ -33,7 +36,7 @@ struct Waiter {
             if (polls % kPollsPerClockRead != 0) continue;
             const u64 now = ptx::global_timer_ns();
             if (start == 0) start = now;
-            if (now - start > kWaitLimitNs) {
+            if (expired(now - start)) {
                 record_fault(record, role, what);
                 dead = true;
             }
@@ -56,11 +59,16 @@ struct Waiter {
             if (polls % kPollsPerClockRead != 0) continue;
             const u64 now = ptx::global_timer_ns();
             if (start == 0) start = now;
-            if (now - start > kWaitLimitNs) {
+            if (expired(now - start)) {
                 record_fault(record, role, what);
                 dead = true;
             }
         }
+    }
+
+private:
+    PK_DEVICE bool expired(u64 waited_ns) const {
+        return waited_ns > kWaitLimitNs + (peers_ns == nullptr ? 0 : *peers_ns);
     }
 };
 

@@ -63,8 +63,8 @@ PK_DEVICE void grouped_gemm(const typename Op::Args& args) {
     if (warpgroup == 0) {
         Op::Mma::take_load_registers();
         const u32 warp = threadIdx.x >> 5;
-        if (threadIdx.x == 0) load<Op>(args, base, tiles, Waiter{args.fault, Role::kLoad});
-        if (warp == 1) Op::schedule(args, tiles, Waiter{args.fault, Role::kSchedule});
+        if (threadIdx.x == 0) load<Op>(args, base, tiles, make_waiter<Op>(args, Role::kLoad));
+        if (warp == 1) Op::schedule(args, tiles, make_waiter<Op>(args, Role::kSchedule));
         if (warp >= 2) Op::pull(args, warp - 2);
     } else {
         Op::Mma::take_math_registers();

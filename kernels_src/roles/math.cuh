@@ -79,7 +79,7 @@ template <class Op>
 PK_DEVICE void math(const typename Op::Args& args, u32 base, TileRing tiles, u32 warpgroup) {
     const epilogue::Seat seat{
         warpgroup, (threadIdx.x >> 5) & 3, threadIdx.x & 31, (threadIdx.x & 127) == 0};
-    Waiter waiter{args.fault, Role::kMath};
+    Waiter waiter = make_waiter<Op>(args, Role::kMath);
     pipeline::Ring<Op::kStages> ring;
     const Stages<Op> stages{base, ring, waiter};
     mma::Accum acc;

@@ -52,7 +52,7 @@ PK_DEVICE const u8* address_of(const PeerPull& pull, u32 source) {
 PK_DEVICE bool wait_source(const PeerPull& pull, u32 source) {
     const u32 from = source >> kFromShift;
     if (from == kFromPool) {
-        pipeline::Waiter waiter{pull.fault, Role::kPull};
+        pipeline::Waiter waiter{pull.fault, Role::kPull, &pull.peers.timeout_ns};
         const u32 block = (source & ((1u << kFromShift) - 1)) / kArrivalRows;
         waiter.wait_counters(pull.arrivals + block, false, kArrivalRows, Wait::kFirstCopy);
         return !waiter.dead;

@@ -20,6 +20,14 @@ using pipeline::Waiter;
 
 constexpr u32 kPair = 2;  // CTAs of a cluster
 
+template <class Op>
+PK_DEVICE Waiter make_waiter(const typename Op::Args& args, Role role) {
+    if constexpr (requires { Op::peers_ns(args); })
+        return Waiter{args.fault, role, Op::peers_ns(args)};
+    else
+        return Waiter{args.fault, role};
+}
+
 // Walks a list of segments with a window of 32 of them in the lanes of a warp; tasks are asked for
 // in ascending order. Sizes::operator()(s) is the number of tasks of segment s.
 template <class Sizes>
