@@ -20,6 +20,7 @@ struct Size {
     u32 ranks, experts, topk, hidden;
     u32 most_tokens = 300;  // of a rank
     u64 bytes_per_us = 0;
+    u64 timeout_ns = kTimeoutNs;
 
     u32 local() const { return experts / ranks; }
     u32 most_rows() const { return ranks * most_tokens * topk + local() * 64; }
@@ -148,7 +149,7 @@ struct Arenas {
         p.rows = take(u64{size.most_rows()} * sizeof(RowEntry));
         p.tokens = take(u64{size.most_tokens} * size.hidden * 2);
         p.results = take(u64{size.most_tokens} * size.topk * size.hidden * 2);
-        p.timeout_ns = kTimeoutNs;
+        p.timeout_ns = size.timeout_ns;
         p.bytes_per_us = size.bytes_per_us;
         words.assign(size.ranks, std::vector<u64>(end / 8, ~0ull));
         sim::remote.regions.clear();

@@ -113,8 +113,8 @@ struct Blocks {
 
     Record run() const {
         const roles::BlockList list = output.list(experts);
-        return tiles_of_all(grid, [&](const roles::TileRing& ring, const roles::Waiter& waiter) {
-            roles::schedule_blocks(list, ring, waiter);
+        return tiles_of_all(grid, [&](const roles::TileRing& ring, roles::Waiter waiter) {
+            roles::schedule_blocks(list, ring, waiter, [](const Tile&) {});
         });
     }
 

@@ -44,6 +44,8 @@ T __shfl_xor_sync(unsigned mask, T value, int bits);
 template <class T>
 T atomicAdd(T* address, T value);
 template <class T>
+T atomicMax(T* address, T value);
+template <class T>
 T atomicCAS(T* address, T expected, T value);
 
 inline int __ffs(int bits) {
