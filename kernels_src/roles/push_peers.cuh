@@ -64,7 +64,7 @@ PK_DEVICE void push_to_peers(const PeerPush& push, u32 push_warp) {
     if (push.peers.size == 1) return;
     const u32 lane = threadIdx.x & 31;
     const u32 stride = gridDim.x * kPullWarps * kPullRows;
-    pipeline::Waiter waiter{push.fault, Role::kPush};
+    pipeline::Waiter waiter{push.fault, Role::kPush, &push.peers.timeout_ns};
     for (u32 row = (push_warp * gridDim.x + blockIdx.x) * kPullRows; row < push.rows;
          row += stride) {
         const PushedRow mine = pushed_row(push, row + lane, lane < kPullRows);

@@ -176,6 +176,7 @@ struct RankPlan {
     layer::Matrix x;
     std::vector<i32> counts, starts, slot_row, tokens_per_expert, recv_per_expert;
     std::vector<u32> counters;
+    std::vector<float> score;              // of the pool's rows
     RowEntry unlisted{77, 77, 77, 77.0f};  // what rows hold until a plan has them
     std::vector<RowEntry> list;
     FaultRecord fault{};
@@ -193,7 +194,8 @@ struct RankPlan {
           slot_row(r.ids.size(), -77),
           tokens_per_expert(size.experts, -77),
           recv_per_expert(size.local(), -77),
-          counters(2 * rows / 64 + 1, ~0u),
+          counters(3 * rows / 64 + 1, ~0u),
+          score(rows, NAN),
           list(rows + kSpare, unlisted) {
         const bool wide = random.below(2) != 0;
         ids = r.bytes(wide, size.experts);
@@ -207,7 +209,7 @@ struct RankPlan {
             .row_src = nullptr,
             .tokens_per_expert = tokens_per_expert.data(),
             .recv_per_expert = recv_per_expert.data(),
-            .row_score = nullptr,
+            .row_score = score.data(),
             .counters = counters.data(),
             .fault = &fault,
             .tokens = r.tokens,

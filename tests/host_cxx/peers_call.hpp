@@ -40,7 +40,7 @@ struct RankForward {
     const Model& model;
     const RankPlan& plan;
     Layer rows;  // of its pool
-    Matrix gate_up, down, pool, h, z, y;
+    Matrix gate_up, down, pool, h, z, y_rows, y;
     std::vector<u32> counters;
     std::vector<sim::Tensor> maps;
     FaultRecord fault{};
@@ -58,6 +58,7 @@ struct RankForward {
           pool(1, rows.pool(), s.hidden),
           h(1, rows.pool(), m.intermediate),
           z(1, rows.pool(), 2 * m.intermediate),
+          y_rows(1, rows.pool(), s.hidden),
           y(1, plan.routing.tokens, s.hidden) {
         const u32 half = m.intermediate, blocks = rows.used() / 64;
         maps = {
@@ -66,7 +67,8 @@ struct RankForward {
             layer::k_major(gate_up, half, half),
             layer::rows_of(h),
             layer::halves_of(z),
-            layer::k_major(down, 0, s.hidden)};
+            layer::k_major(down, 0, s.hidden),
+            layer::rows_of(y_rows)};
         // The counters that the plan zeroes.
         u32* zeroed = call.plans[rank]->counters.data();
         args = {
@@ -76,14 +78,18 @@ struct RankForward {
             .h = sim::map_of(maps[3]),
             .z = sim::map_of(maps[4]),
             .down = sim::map_of(maps[5]),
+            .y = sim::map_of(maps[6]),
             .counts = plan.counts.data(),
             .starts = plan.starts.data(),
             .list = plan.list.data(),
             .peers = &arenas.of(rank),
+            .row_score = plan.score.data(),
             .pool = reinterpret_cast<u8*>(pool.bits.data()),
+            .y_rows = reinterpret_cast<u8*>(y_rows.bits.data()),
             .arrivals = zeroed,
             .h_done = zeroed + blocks,
-            .finished = zeroed + 2 * blocks,
+            .y_done = zeroed + 2 * blocks,
+            .finished = zeroed + 3 * blocks,
             .fault = &fault,
             .num_experts = s.local(),
             .hidden = s.hidden,
@@ -96,7 +102,8 @@ struct RankForward {
             .clamp = static_cast<float>(m.clamp),
             .up_offset = static_cast<float>(m.offset)};
         combine = {
-            .pool = arenas.at(rank, arenas.of(rank).results),
+            .pool = reinterpret_cast<u8*>(y_rows.bits.data()),
+            .results = arenas.at(rank, arenas.of(rank).results),
             .slot_row = plan.slot_row.data(),
             .y = reinterpret_cast<u8*>(y.bits.data()),
             .score_parts = nullptr,
@@ -105,8 +112,8 @@ struct RankForward {
             .topk = s.topk,
             .hidden = s.hidden,
             .parts = 0,
-            .by_slot = 1,
-            .reserved = 0};
+            .rank = rank,
+            .parts_by_slot = 1};
     }
 
     static Matrix share(const Matrix& all, const Size& size, u32 rank) {
