@@ -33,23 +33,37 @@ constexpr u32 kFromShift = 28;
 constexpr u32 kFromPool = comm::kMaxPeers;  // behind it: the pool row of the token's first copy
 constexpr u32 kFromNowhere = 15;            // padding: zeros
 
-PK_DEVICE u32 source_of(const PeerPull& pull, u32 row) {
-    const uint4 entry = ptx::ld_nc_v4(pull.list + row);
-    if (entry.x == comm::kNoRow) return kFromNowhere << kFromShift;
-    if (static_cast<i32>(entry.z) >= 0) return kFromPool << kFromShift | entry.z;
-    return entry.x >> 24 << kFromShift | (entry.x & 0xFFFFFF);
+// What the list says of a row, as it comes from memory.
+struct Listed {
+    u32 owner, copy;
+};
+
+PK_DEVICE Listed listed(const PeerPull& pull, u32 row, bool exists) {
+    if (!exists) return {comm::kNoRow, ~0u};
+    const uint4 entry = ptx::ld_v4(pull.list + row);
+    return {entry.x, entry.z};
 }
 
-PK_DEVICE const u8* address_of(const PeerPull& pull, u32 source) {
+PK_DEVICE u32 source_of(const Listed& row) {
+    if (static_cast<i32>(row.copy) >= 0) return kFromPool << kFromShift | row.copy;
+    if (row.owner == comm::kNoRow) return kFromNowhere << kFromShift;
+    return row.owner >> 24 << kFromShift | (row.owner & 0xFFFFFF);
+}
+
+// Address of this lane's row; null: zeros. Lane r knows where rank r has its tokens: memory would
+// take half a microsecond to say so.
+PK_DEVICE const u8* address_of(const PeerPull& pull, u64 tokens, u32 source) {
     const u32 from = source >> kFromShift;
-    if (from == kFromNowhere) return nullptr;
-    const u64 offset = static_cast<u64>(source & ((1u << kFromShift) - 1)) * pull.row_bytes;
-    if (from == kFromPool) return pull.dst + offset;
-    return reinterpret_cast<const u8*>(pull.peers.arena[from]) + pull.region + offset;
+    const u64 owner = __shfl_sync(~0u, tokens, static_cast<int>(from % comm::kMaxPeers));
+    const u64 base = from == kFromPool ? reinterpret_cast<u64>(pull.dst) : owner;
+    const u64 row = source & ((1u << kFromShift) - 1);
+    return from == kFromNowhere ? nullptr
+                                : reinterpret_cast<const u8*>(base + row * pull.row_bytes);
 }
 
-// Until the row may be read where it is; false when the time ran out.
-PK_DEVICE bool wait_source(const PeerPull& pull, u32 source) {
+// Until the row may be read where it is; false when the time ran out. `ready`: ranks whose tokens
+// are known to be.
+PK_DEVICE bool wait_source(const PeerPull& pull, u32 source, u32& ready) {
     const u32 from = source >> kFromShift;
     if (from == kFromPool) {
         pipeline::Waiter waiter{pull.fault, Role::kPull, &pull.peers.timeout_ns};
@@ -57,38 +71,45 @@ PK_DEVICE bool wait_source(const PeerPull& pull, u32 source) {
         waiter.wait_counters(pull.arrivals + block, false, kArrivalRows, Wait::kFirstCopy);
         return !waiter.dead;
     }
-    if (from == kFromNowhere || from == static_cast<u32>(pull.peers.rank)) return true;
+    if (from == kFromNowhere || (ready >> from & 1) != 0) return true;
     comm::PeerWaiter waiter{pull.peers, pull.fault, Role::kPull};
     waiter.wait(comm::Flag::kReady, from, comm::epoch_of(pull.peers), Wait::kPeerReady);
+    ready |= 1u << from;
     return !waiter.dead;
+}
+
+PK_DEVICE void pace_pull(const PeerPull& pull, u32 source) {
+    const u32 rank = static_cast<u32>(pull.peers.rank);
+    const u32 from = source >> kFromShift;
+    comm::wait_until(
+        comm::book_lanes(pull.peers, from < comm::kMaxPeers ? from : rank, rank, pull.row_bytes));
 }
 
 template <u32 kLoads = 8>
 PK_DEVICE void pull_from_peers(const PeerPull& pull, u32 pull_warp) {
     const u32 lane = threadIdx.x & 31;
     const u32 stride = gridDim.x * kPullWarps * kPullRows;
-    const u32 begin = (pull_warp * gridDim.x + blockIdx.x) * kPullRows;
-    for (u32 row = begin; row < pull.rows; row += stride) {
-        const u32 mine =
-            lane < kPullRows ? source_of(pull, row + lane) : kFromNowhere << kFromShift;
-        if (__ballot_sync(~0u, !wait_source(pull, mine)) != 0) return;
+    const u64 tokens = lane < comm::kMaxPeers ? pull.peers.arena[lane] + pull.region : 0;
+    u32 ready = 1u << pull.peers.rank;
+    u32 row = (pull_warp * gridDim.x + blockIdx.x) * kPullRows;
+    Listed next = listed(pull, row + lane, lane < kPullRows && row < pull.rows);
+    for (; row < pull.rows; row += stride) {
+        const u32 mine = source_of(next);
+        // A batch ahead, and not looked at before its turn.
+        next = listed(pull, row + stride + lane, lane < kPullRows && row + stride < pull.rows);
+        if (__ballot_sync(~0u, !wait_source(pull, mine, ready)) != 0) return;
         // What each lane acquired, for the loads of all.
         __syncwarp();
         const u32 timeline_begin = profile::Timeline{pull.fault}.now();
+        const u64 from = reinterpret_cast<u64>(address_of(pull, tokens, mine));
 #pragma unroll 1
         for (u32 i = 0; i < kPullRows; i += 2) {
-            const u8* a = address_of(pull, __shfl_sync(~0u, mine, i));
-            const u8* b = address_of(pull, __shfl_sync(~0u, mine, i + 1));
+            const u8* a = reinterpret_cast<const u8*>(__shfl_sync(~0u, from, i));
+            const u8* b = reinterpret_cast<const u8*>(__shfl_sync(~0u, from, i + 1));
             u8* dst = pull.dst + static_cast<u64>(row + i) * pull.row_bytes;
             copy_two<true, kLoads>(dst, dst + pull.row_bytes, a, b, pull.row_bytes, lane);
         }
-        if (pull.peers.bytes_per_us != 0) {
-            const u32 rank = static_cast<u32>(pull.peers.rank);
-            const u32 from = mine >> kFromShift;
-            comm::wait_until(
-                comm::book_lanes(
-                    pull.peers, from < comm::kMaxPeers ? from : rank, rank, pull.row_bytes));
-        }
+        if (pull.peers.bytes_per_us != 0) pace_pull(pull, mine);
         // Each lane's plain stores before the TMA loads of whoever sees the counter.
         ptx::fence_async_global();
         __syncwarp();
