@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe/among_peers.cuh: grouped GEMMs whose rows come from peers, or go to them. Entries
-// pk_gate_up_peers, pk_down_grad_peers, pk_gate_up_grad_peers.
+// pk_gate_up_peers, pk_down_peers, pk_down_grad_peers, pk_gate_up_grad_peers.
 //
-// Layer:      moe. One-rank kernels with other warps that pull, and for the gradient of x another
-//             epilogue.
+// Layer:      moe. One-rank kernels whose copying warps pull from peers and push to them.
 #pragma once
 #include "../comm/finish.cuh"
 #include "../epilogue/announce.cuh"
 #include "../roles/pull_peers.cuh"
 #include "../roles/push_peers.cuh"
+#include "down.cuh"
 #include "down_grad.cuh"
 #include "gate_up.cuh"
 #include "gate_up_grad.cuh"
@@ -59,11 +59,15 @@ using GateUpPeers = Pulling<GateUp<kPlain>>;
 template <bool kPlain>
 using DownGradPeers = Pulling<DownGrad<kPlain>, mma::Hopper, 4>;
 
-// Sends rows of dx, and the scores' gradients from the parts that the down gradient left, and ends
-// the call.
-struct GateUpGradPeers : Pulling<GateUpGrad> {
+// Also sends its result's rows home, and where score_parts are given the gradients of the rows'
+// scores; ends the call.
+template <class Op, bool kScored>
+struct Sending : Pulling<Op> {
+    using Args = GroupedArgs;
+    using Smem = typename Op::Smem;
+
     PK_DEVICE static void pull(const Args& args, u32 warp) {
-        Pulling<GateUpGrad>::pull(args, warp);
+        Pulling<Op>::pull(args, warp);
         const u32 rows = static_cast<u32>(args.starts[args.num_experts]);
         roles::push_to_peers(
             {*args.peers, args.list, args.out_rows, args.out_done, args.n_tiles, args.columns * 2,
@@ -72,7 +76,7 @@ struct GateUpGradPeers : Pulling<GateUpGrad> {
     }
 
     struct Epilogue {
-        RowsEpilogue<false> rows;
+        RowsEpilogue<kScored> rows;
         epilogue::Announcer announcer;
 
         PK_DEVICE void idle(const epilogue::Seat& seat) { announcer.pay(seat); }
@@ -82,7 +86,7 @@ struct GateUpGradPeers : Pulling<GateUpGrad> {
         }
 
         PK_DEVICE void prefetch(const Args& args, const Tile& t, const epilogue::Seat& seat) {
-            if (t.n == 0 && seat.warp < 2) send_score(args, t, seat);
+            if (args.score_parts != nullptr && t.n == 0 && seat.warp < 2) send_score(args, t, seat);
         }
 
         PK_DEVICE void store(
@@ -116,7 +120,10 @@ struct GateUpGradPeers : Pulling<GateUpGrad> {
         if (threadIdx.x == 0) comm::finish(*args.peers, args.finished, args.fault);
     }
 
-    PK_DEVICE static void run(const Args& args) { roles::grouped_gemm<GateUpGradPeers>(args); }
+    PK_DEVICE static void run(const Args& args) { roles::grouped_gemm<Sending>(args); }
 };
+
+using DownPeers = Sending<Down<true>, true>;
+using GateUpGradPeers = Sending<GateUpGrad, false>;
 
 }  // namespace prime::moe

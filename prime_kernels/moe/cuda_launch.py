@@ -220,11 +220,11 @@ class Recorder:
         sizes = {"k_steps": config.hidden // STAGE_K, "columns": config.intermediate, "tile_columns": TILE_N // 2}
         self._blocks(op, tensors, pull, **sizes, keep_z=int(preact is not None), **extra)
 
-    def down(self, h: Buffer, w_down: Buffer, score: Buffer, y_rows: Buffer) -> None:
+    def down(self, h: Buffer, w_down: Buffer, score: Buffer, y_rows: Buffer, op: str = "down", **extra: int) -> None:
         config = self.config
         tensors = {"a": maps.rows(h), "b0": maps.reduce_cols(maps.matrices(w_down)), "out0": maps.rows(y_rows)}
         sizes = {"k_steps": config.intermediate // STAGE_K, "columns": config.hidden, "tile_columns": TILE_N}
-        self._blocks("down", tensors, None, **sizes, row_score=score.data_ptr())
+        self._blocks(op, tensors, None, **sizes, row_score=score.data_ptr(), **extra)
 
     def down_grad(
         self,

@@ -45,7 +45,15 @@ class Counters(NamedTuple):
 
 
 class PeerRecorder(Recorder):
-    """Writes down the launches of one call among peers."""
+    """Writes down the launches of one call among peers.
+
+    Attributes:
+        chained: Both GEMMs of the forward in one launch: an ablation, slower so far (docs/design.md).
+        only_moves: The chained forward multiplies nothing: what its transport alone takes.
+    """
+
+    chained = False
+    only_moves = False
 
     def __init__(self, config: MegaMoEConfig, index: int, fault: int, tokens: int, peers: PeerMemory) -> None:
         plan = Buffer.of("plan")
@@ -126,7 +134,7 @@ class PeerRecorder(Recorder):
             "intermediate": config.intermediate,
             "lag": lag(config, self.ep_size, grid // 2),
             "keep_z": int(preact is not None),
-            "only_moves": 0,
+            "only_moves": int(self.only_moves),
             "reserved": 0,
             **self._activation,
         }
@@ -169,6 +177,15 @@ class PeerRecorder(Recorder):
         """Arguments that a grouped GEMM has among peers; `copied` counts the rows that it pulls."""
         here = {"list": self._plan.row_src, "peers": self.peers.address, "copied": copied.data_ptr()}
         return here | extra
+
+    def sending(self, counters: Counters, rows: Buffer) -> dict[str, int]:
+        """The same for one that sends its result's rows home and ends the call; it may pull, too."""
+        return self.among_peers(
+            counters.second,
+            out_rows=rows.data_ptr(),
+            out_done=counters.third.data_ptr(),
+            finished=counters.finished.data_ptr(),
+        )
 
     def combine_peers(self, pool: Buffer, y: Buffer | None, dscore: Buffer | None = None) -> None:
         """Sum the rows that are here and those that peers sent."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of the cuda backend among the ranks of a group.
 
-Forward: plan_peers (copies x to the arena), forward (pulls x, both GEMMs, sends y), combine. Backward: stage_peers
+Forward: plan_peers (copies x to the arena), gate_up (pulls x), down (sends y), combine. Backward: stage_peers
 (dy and x to the arena), gate_up where z was not kept, down_grad (pulls dy), gate_up_grad (pulls x, sends dx and the
 scores' gradients), wgrad, combine.
 
@@ -123,13 +123,13 @@ class PeerCalls(Calls):
 
 
 def record_forward(call: PeerRecorder, shape: ForwardShape) -> None:
-    """plan_peers (copies x to the arena), forward, combine."""
+    """plan_peers (copies x to the arena), gate_up (pulls rows of x), down (sends rows of y), combine."""
     config, tokens, take = call.config, shape.tokens, call.work.take
     hidden, inter, topk = config.hidden, config.intermediate, config.topk
     pool = pool_rows(config, tokens, call.ep_size)
     x, y = Buffer.of("x", tokens, hidden), Buffer.of("y", tokens, hidden)
     ids = Buffer.of("topk_ids", tokens, topk, itemsize=8 if shape.wide_ids else 4)
-    weights = Buffer.of("topk_weights", tokens, topk, itemsize=4)
+    scores = Buffer.of("topk_weights", tokens, topk, itemsize=4)
     sent = Buffer.of("sent", config.num_experts, itemsize=4)
     received = Buffer.of("received", call.experts, itemsize=4)
     preact = None
@@ -139,9 +139,15 @@ def record_forward(call: PeerRecorder, shape: ForwardShape) -> None:
     score, counters = take(pool, itemsize=4), call.peer_counters(pool)
     x_rows = take(pool, hidden) if kept is None else kept
     h, y_rows = take(pool, inter), take(pool, hidden)
-    call.plan_peers(x, ids, weights, (sent, received), score, counters.all)
+    call.plan_peers(x, ids, scores, (sent, received), score, counters.all)
     w_down = Buffer.of("w_down", call.experts, hidden, inter)
-    call.forward(x_rows, gate_up_of(call, shape.pair, ""), h, preact, w_down, score, y_rows, counters)
+    weights = gate_up_of(call, shape.pair, "")
+    if call.chained:
+        call.forward(x_rows, weights, h, preact, w_down, score, y_rows, counters)
+    else:
+        extra = call.among_peers(counters.first)
+        call.gate_up(Pull(x, x_rows, counters.first), weights, h, preact, "gate_up_peers", **extra)
+        call.down(h, w_down, score, y_rows, "down_peers", **call.sending(counters, y_rows))
     call.combine_peers(y_rows, y)
 
 
@@ -174,14 +180,7 @@ def record_backward(call: PeerRecorder, shape: BackwardShape) -> None:
     if pull_x:
         x_rows = take(pool, hidden)
     dx_rows = take(pool, hidden)
-    extra = call.among_peers(
-        counters.second,
-        out_rows=dx_rows.data_ptr(),
-        out_done=counters.third.data_ptr(),
-        finished=counters.finished.data_ptr(),
-        parts=parts.shape[1],
-        score_parts=parts.data_ptr(),
-    )
+    extra = call.sending(counters, dx_rows) | {"parts": parts.shape[1], "score_parts": parts.data_ptr()}
     later = Pull(x, x_rows, None) if pull_x and x_rows is not None else None
     call.gate_up_grad(later, dz, weights, dx_rows, "gate_up_grad_peers", **extra)
     if needs.w_gate_up or needs.w_down:

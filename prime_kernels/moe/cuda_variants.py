@@ -60,6 +60,7 @@ def gemm_key(op: str, config: MegaMoEConfig) -> str:
         "wgrad_bf16": f"wgrad|bf16|{tile}|s4|c2",
         "wgrad_f32": f"wgrad|fp32|{tile}|s4|c2",
         "forward": f"forward|bf16|{act}|{tile}|s4|c2",
+        "down_peers": f"down_peers|bf16|scored|{tile}|s4|c2",
         "gate_up_peers": f"gate_up_peers|bf16|{act}|{tile}|s4|c2",
         "down_grad_peers": f"down_grad_peers|bf16|{act}|{tile}|s3|c2",
         "gate_up_grad_peers": f"gate_up_grad_peers|bf16|{tile}|s4|c2",
@@ -74,7 +75,7 @@ def kernel_keys(config: MegaMoEConfig) -> tuple[str, ...]:
 
 def peer_kernel_keys(config: MegaMoEConfig) -> tuple[str, ...]:
     """Keys of every kernel that a call among peers may need."""
-    ops = ("forward", "gate_up_peers", "down_grad_peers", "gate_up_grad_peers", "wgrad_bf16", "wgrad_f32")
+    ops = ("forward", "gate_up_peers", "down_peers", "down_grad_peers", "gate_up_grad_peers", "wgrad_bf16", "wgrad_f32")
     return (PLAN_PEERS, STAGE_PEERS, COMBINE, *(gemm_key(op, config) for op in ops))
 
 

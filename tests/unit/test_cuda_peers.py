@@ -70,11 +70,19 @@ class SimpleNamespaceKey(SimpleNamespace):
     __hash__ = object.__hash__
 
 
+@pytest.fixture
+def chained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both GEMMs of a forward in one launch."""
+    monkeypatch.setattr(cuda_peer_launch.PeerRecorder, "chained", True)
+
+
 def by_name(loader: FakeLoader) -> dict[str, Seen]:
+    """Launches of a chained forward."""
     assert [seen.name for seen in loader.seen] == ["pk_plan_peers", "pk_forward", "pk_combine"]
     return {seen.name: seen for seen in loader.seen}
 
 
+@pytest.mark.usefixtures("chained")
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("tokens", [0, 1, 64])
 @pytest.mark.parametrize("save", ["preact", "inputs", "full"])
@@ -94,6 +102,7 @@ def test_three_launches_pack_against_the_kernels_own_structs(
     assert (forward["num_experts"], forward["hidden"], forward["intermediate"]) == (8 // ranks, 192, 320)
 
 
+@pytest.mark.usefixtures("chained")
 def test_every_launch_gets_the_addresses_of_its_call_and_of_its_ranks_arena(loader: FakeLoader) -> None:
     rank = Rank(1, 2)
     call = rank.forward(50, save="full")
@@ -138,6 +147,7 @@ def test_ids_of_four_bytes_are_told_apart(loader: FakeLoader) -> None:
     assert [s.values()["plan.wide_ids"] for s in loader.seen if s.name == "pk_plan_peers"] == [0, 1]
 
 
+@pytest.mark.usefixtures("chained")
 @pytest.mark.parametrize(
     ("num_sms", "plan", "forward"), [(66, 64, 66), (33, 32, 32), (16, 16, 16), (9, 8, 8), (2, 8, 2)]
 )
@@ -147,6 +157,7 @@ def test_grids_fill_a_ranks_share_in_whole_clusters(loader: FakeLoader, num_sms:
     assert (seen["pk_plan_peers"].grid, seen["pk_forward"].grid) == (plan, forward)
 
 
+@pytest.mark.usefixtures("chained")
 def test_a_group_leaves_eight_sms_to_others_unless_told(loader: FakeLoader) -> None:
     Rank(0, 2, reserve_sms=None).forward(8)
     assert by_name(loader)["pk_forward"].grid == 124
@@ -166,6 +177,7 @@ def test_the_second_gemm_stays_most_of_a_round_behind(fields: dict[str, Any], cl
     assert cuda_peer_launch.lag(config_of(**fields), 2, clusters) == expected
 
 
+@pytest.mark.usefixtures("chained")
 def test_the_activation_chooses_the_kernel(loader: FakeLoader) -> None:
     clamped = {"activation": SwiGLU(clamp=7.0, alpha=1.702, up_offset=1.0)}
     Rank(0, 2, **clamped).forward(8)
@@ -191,6 +203,28 @@ def test_a_forward_allocates_what_the_memory_plan_says(loader: FakeLoader) -> No
         work = calls.of(cuda_calls.ForwardShape(512, save, False, True)).work_bytes
         assert work <= plan.workspace_bytes
         loader.seen.clear()
+
+
+def test_a_forward_pulls_in_its_first_gemm_and_sends_in_its_second(loader: FakeLoader) -> None:
+    rank = Rank(1, 2)
+    call = rank.forward(50, save="preact")
+    assert [seen.name for seen in loader.seen] == ["pk_plan_peers", "pk_gate_up_peers", "pk_down_peers", "pk_combine"]
+    plan, gate_up, down, combine = (seen.values() for seen in loader.seen)
+    maps = {
+        seen.name: seen.map_addresses() for seen in loader.seen if seen.name in ("pk_gate_up_peers", "pk_down_peers")
+    }
+    assert gate_up["arrivals"] == gate_up["copied"] == plan["plan.counters"]
+    assert gate_up["pull_dst"] == maps["pk_gate_up_peers"]["a"]
+    assert maps["pk_gate_up_peers"]["out0"] == maps["pk_down_peers"]["a"]
+    assert maps["pk_gate_up_peers"]["out1"] == call.preact.data_ptr()
+    assert maps["pk_down_peers"]["out0"] == down["out_rows"] == combine["pool"]
+    assert (down["pull_dst"], down["arrivals"], down["score_parts"]) == (0, 0, 0)
+    assert down["row_score"] == plan["plan.row_score"]
+    end = plan["plan.counters"] + 4 * plan["plan.num_counters"]
+    assert down["finished"] == end - 4
+    assert plan["plan.counters"] < down["out_done"] < end - 4
+    for args in (gate_up, down):
+        assert (args["peers"], args["list"], args["num_experts"]) == (rank.peers.address, plan["list"], 4)
 
 
 BACKWARD = ["pk_stage_peers", "pk_down_grad_peers", "pk_gate_up_grad_peers", "pk_wgrad", "pk_combine"]
