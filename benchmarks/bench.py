@@ -54,6 +54,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", default="fused,grouped", help="of step: fused, grouped, reference, comma separated")
     parser.add_argument("--documents", default="packed-4k", choices=["packed-4k", "single-16k"], help="of step")
     parser.add_argument("--ep", type=int, default=1, help="GPUs of the expert-parallel group")
+    parser.add_argument(
+        "--virtual-ranks", type=int, default=0, metavar="R", help="ranks of one GPU; --tokens is of each"
+    )
+    parser.add_argument("--pacing", type=float, metavar="GB/s", help="of every virtual rank's link, each way")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warmups", type=int, default=5)
@@ -352,7 +356,11 @@ def run_all(args: argparse.Namespace, place: Place) -> int:
     shapes, wrong = read_shapes(), False
     for name in args.shapes.split(","):
         for tokens in map(int, args.tokens.split(",")):
-            found = run_shape(args, shapes[name], tokens, place) if set(args.ops) - {"step"} else []
+            if args.virtual_ranks:
+                from benchmarks.run_virtual import run_virtual as run_layer  # imports this module
+            else:
+                run_layer = run_shape
+            found = run_layer(args, shapes[name], tokens, place) if set(args.ops) - {"step"} else []
             if "step" in args.ops:
                 from benchmarks.step import run_step  # imports this module
 
@@ -402,7 +410,7 @@ def main(argv: list[str] | None = None) -> int:
             torch.multiprocessing.spawn(run_rank, (args, folder), nprocs=args.ep)
             return 0
         device = torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
-        if args.no_baseline or set(args.ops) == {"step"}:
+        if args.no_baseline or args.virtual_ranks or set(args.ops) == {"step"}:
             return run_all(args, Place(device, None, 0, 1))
         with process_group(device, Path(folder)) as alone:
             return run_all(args, Place(device, None, 0, 1, alone))

@@ -51,6 +51,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "virtual_ranks": (int,),
     "pacing_GBs": NUMBER,
+    "one_rank_ms": NUMBER,
+    "remote_bytes": (int,),
     "grouped_ms": NUMBER,
     "local_baseline_ms": NUMBER,
     "arm": (str,),

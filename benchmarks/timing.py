@@ -23,11 +23,12 @@ _ASSUMED_MHZ = 1980  # clock of the spin kernel's cycles; a lower clock only mak
 
 @dataclass(frozen=True)
 class Variant:
-    """Something to time. `prepare(i)` is not timed; its result goes to `timed`."""
+    """Something to time. `prepare(i)` is not timed; its result goes to `timed`, whose launches `backlog_ms` covers."""
 
     name: str
     prepare: Callable[[int], Any]
     timed: Callable[[Any], Any]
+    backlog_ms: float = BACKLOG_MS
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def time_once(
     if group is not None:
         dist.barrier(group)
     torch.cuda.synchronize(device)
-    torch.cuda._sleep(int(BACKLOG_MS * _ASSUMED_MHZ * 1e3))
+    torch.cuda._sleep(int(variant.backlog_ms * _ASSUMED_MHZ * 1e3))
     start.record()
     began = time.perf_counter()
     result = variant.timed(prepared)

@@ -54,8 +54,8 @@ struct Pulling : Op {
 template <bool kPlain>
 using GateUpPeers = Pulling<GateUp<kPlain>>;
 
-// Its epilogue has no registers to spare, so half as many loads are in flight: a number that divides
-// the 512-byte steps of usual rows, since what is left over is copied step by step.
+// Its epilogue has no registers to spare, so half as many loads are in flight: a number that
+// divides the 512-byte steps of usual rows, since what is left over is copied step by step.
 template <bool kPlain>
 using DownGradPeers = Pulling<DownGrad<kPlain>, mma::Hopper, 4>;
 

@@ -52,16 +52,16 @@ struct Forward {
             return roles::BlockList{
                 args.counts,
                 args.starts,
-                args.num_experts,
+                args.only_moves != 0 ? 0 : args.num_experts,
                 ceil_div(columns, tile_columns),
-                args.only_moves != 0 ? 0 : depth / 64,
+                depth / 64,
                 columns,
                 tile_columns};
         };
         roles::schedule_chain(
             list(args.hidden, args.intermediate, kGateUpColumns),
-            list(args.intermediate, args.hidden, kDownColumns), args.lag, ring, waiter,
-            [&](const Tile& t) { wait_rows(args, t, waiter); });
+            list(args.intermediate, args.hidden, kDownColumns), args.only_moves != 0 ? 0 : args.lag,
+            ring, waiter, [&](const Tile& t) { wait_rows(args, t, waiter); });
     }
 
     PK_DEVICE static void pull(const Args& args, u32 warp) {
@@ -71,8 +71,9 @@ struct Forward {
              rows, args.fault},
             warp);
         roles::push_to_peers(
-            {*args.peers, args.list, args.y_rows, args.y_done, ceil_div(args.hidden, kDownColumns),
-             args.hidden * 2, rows, args.fault},
+            {*args.peers, args.list, args.y_rows, args.y_done,
+             args.only_moves != 0 ? 0 : ceil_div(args.hidden, kDownColumns), args.hidden * 2, rows,
+             args.fault},
             warp);
     }
 

@@ -77,7 +77,7 @@ struct ForwardArgs {
     u32 intermediate;
     u32 lag;  // experts that the second GEMM stays behind the first
     u32 keep_z;
-    u32 only_moves;  // 1: no tile is multiplied, which leaves the time of the transport
+    u32 only_moves;  // 1: there are no tiles, which leaves the time of the transport
     u32 reserved;
     float alpha;
     float clamp;

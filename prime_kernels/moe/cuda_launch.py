@@ -145,10 +145,7 @@ class Recorder:
         rank: int = 0,
         parts_by_slot: bool = False,
     ) -> None:
-        """y from the pool, and the scores' gradients from their parts, whichever are asked for.
-
-        `results` [T*K, H]: what peers of `rank` sent. `parts_by_slot`: parts have a row per slot instead of pool row.
-        """
+        """y from the pool and `results` [T*K, H] of `rank`'s peers; scores' gradients from parts per row or slot."""
         wants = dscore is not None and parts is not None
         args = {
             "pool": address(pool),

@@ -103,7 +103,7 @@ CASE(any_number_of_ranks_computes_the_same_bits) {
             tokens.size());
 }
 
-CASE(transport_alone_brings_every_token_and_sends_zeros) {
+CASE(transport_alone_brings_every_token_and_sends_what_the_pool_holds) {
     const Size size{2, 4, 2, 64};
     const Model model{128, 1, true, INFINITY, 1, 0, true};
     const Weights weights(size, model);
@@ -112,6 +112,9 @@ CASE(transport_alone_brings_every_token_and_sends_zeros) {
         all.add<true>(
             model, weights,
             std::make_unique<Call>(size, std::vector<u32>{70, 33}, all.arenas, machine.random));
+    for (const auto& forwards : all.forwards)
+        for (const auto& f : forwards)
+            std::fill(f->y_rows.bits.begin(), f->y_rows.bits.end(), u16{0});
     sim::run_kernels(machine, all.streams);
     for (const auto& forwards : all.forwards)
         for (const auto& f : forwards)
