@@ -10,10 +10,11 @@
 // Every rank writes its own rows into the lists of the others, so planning takes as long for many
 // ranks as for one.
 //
-// Invariants: within an expert, rows stand by owner (the expert's own rank first, then the next),
-//             then by (token, slot): the same routing gives the same plan, bit for bit. A call
-//             counts the epoch up. It ends when every peer's entries are in this rank's list; the
-//             tables that the backward needs are then copied out of the arena.
+// Invariants: within an expert, rows stand by owner, then by (token, slot): as one rank would have
+//             them that had all tokens, so weight gradients have the same bits, too. The same
+//             routing gives the same plan, bit for bit. A call counts the epoch up. It ends when
+//             every peer's entries are in this rank's list; the tables that the backward needs are
+//             then copied out of the arena.
 #pragma once
 #include "../comm/peers.cuh"
 #include "plan.cuh"
@@ -125,14 +126,13 @@ struct PlanPeers {
         u32 mine = 0;
     };
 
-    PK_DEVICE static Rows rows_of(const Context& c, u32 expert, u32 owner) {
+    PK_DEVICE static Rows rows_of(const Context& c, u32 expert) {
         const i32* counts = counts_at(c.peers, c.rank);
-        const u32 my_turn = (c.rank + c.ranks - owner) % c.ranks;
         Rows rows;
         for (u32 s = 0; s < c.ranks; ++s) {
             const u32 n = static_cast<u32>(counts[u64{s} * c.args.plan.num_experts + expert]);
             rows.all += n;
-            rows.ahead += (s + c.ranks - owner) % c.ranks < my_turn ? n : 0;
+            rows.ahead += s < c.rank ? n : 0;
             if (s == c.rank) rows.mine = n;
         }
         return rows;
@@ -145,7 +145,7 @@ struct PlanPeers {
         for (u32 base = 0; base < c.local; base += 32) {
             const bool exists = base + lane < c.local;
             const u32 e = owner * c.local + base + lane;
-            const Rows rows = exists ? rows_of(c, e, owner) : Rows{};
+            const Rows rows = exists ? rows_of(c, e) : Rows{};
             u32 before = rows.ahead;
             for (u32 i = 0; exists && i < c.cta; ++i)
                 before += ptx::ld_cluster_u32(c.tables.by_cta + e, i);

@@ -68,8 +68,7 @@ def train(world: World, case: Case, counts: list[int]) -> Result:
 
 
 def bits(result: Result) -> tuple[Tensor, ...]:
-    """Of what does not depend on the order of an expert's rows."""
-    return result.y.view(torch.int16), result.dx.view(torch.int16), result.dtopk_weights.view(torch.int32)
+    return tuple(t.contiguous().view(torch.uint8) for t in result)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -88,7 +87,7 @@ def test_gradients_of_uneven_tokens_and_skewed_routes_agree_with_the_oracle(rank
 
 
 @own_gpu_process
-def test_bits_of_dx_and_of_score_gradients_do_not_depend_on_the_number_of_ranks() -> None:
+def test_bits_of_no_gradient_depend_on_the_number_of_ranks() -> None:
     case = case_of("skewed", 1000, seed=3)
     with runtime_for(case) as runtime:
         alone = bits(run(case, runtime))
@@ -112,14 +111,13 @@ def test_a_thousand_steps_of_changing_routes_give_the_bits_of_their_first_pass()
         shared = case.change(w_gate=cases[0].w_gate, w_up=cases[0].w_up, w_down=cases[0].w_down)
         result = train(world, shared, counts)
         assert_close(result, dense_oracle(shared), BOUND)
-        first.append((shared, bits(result), result.dw_down.clone()))
+        first.append((shared, bits(result)))
     g = torch.Generator().manual_seed(0)
     for step in range(1000):
-        case, want, dw_down = first[int(torch.randint(len(first), (), generator=g))]
+        case, want = first[int(torch.randint(len(first), (), generator=g))]
         late = world.runtimes[step % 2].stream
         with torch.cuda.stream(late):
             torch.cuda._sleep(int(torch.randint(2_000_000, (), generator=g)))
         result = train(world, case, counts)
         assert all(torch.equal(a, b) for a, b in zip(bits(result), want, strict=True)), step
-        assert torch.equal(result.dw_down, dw_down), step
     world.close()

@@ -102,8 +102,7 @@ private:
         const u32 g = e / size.local();
         std::vector<RowEntry>& rows = list[g];
         starts[g].push_back(static_cast<i32>(rows.size()));
-        for (u32 turn = 0; turn < size.ranks; ++turn) {
-            const u32 owner = (g + turn) % size.ranks;
+        for (u32 owner = 0; owner < size.ranks; ++owner) {
             const Routing& r = all[owner];
             for (u32 s = 0; s < r.ids.size(); ++s) {
                 if (r.ids[s] != i64{e}) continue;
