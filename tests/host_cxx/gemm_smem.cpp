@@ -38,7 +38,6 @@ struct Layout<layout::GemmSmem<kStages_, kSlabs_>> {
         {"full tiles", Smem::kTileFull, kTileEntries * kBarrier, kBarrier},
         {"empty tiles", Smem::kTileEmpty, kTileEntries * kBarrier, kBarrier},
         {"full slabs", Smem::kSlabFull, kWarpgroups * 2 * kBarrier, kBarrier},
-        {"places", Smem::kPlaces, kWarpgroups * 64 * 8, 8},
     };
 };
 
