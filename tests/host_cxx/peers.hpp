@@ -147,7 +147,9 @@ struct Arenas {
         p.counts = take(u64{size.ranks} * size.experts * 4);
         p.rows = take(u64{size.most_rows()} * sizeof(RowEntry));
         p.tokens = take(u64{size.most_tokens} * size.hidden * 2);
+        p.grads = take(u64{size.most_tokens} * size.hidden * 2);
         p.results = take(u64{size.most_tokens} * size.topk * size.hidden * 2);
+        p.dscore = take(u64{size.most_tokens} * size.topk * 4);
         p.timeout_ns = size.timeout_ns;
         p.bytes_per_us = size.bytes_per_us;
         words.assign(size.ranks, std::vector<u64>(end / 8, ~0ull));
@@ -164,8 +166,10 @@ struct Arenas {
     }
 
     u8* at(u32 rank, u64 offset) { return reinterpret_cast<u8*>(words[rank].data()) + offset; }
-    const comm::Peers& of(u32 rank) { return *reinterpret_cast<const comm::Peers*>(at(rank, 0)); }
-    u64 epoch(u32 rank) { return comm::state_of(of(rank), rank)->epoch; }
+    const comm::Peers& of(u32 rank) const {
+        return *reinterpret_cast<const comm::Peers*>(words[rank].data());
+    }
+    u64 epoch(u32 rank) const { return comm::state_of(of(rank), rank)->epoch; }
 };
 
 // A rank's plan in one call, and the launch that makes it.
@@ -286,5 +290,28 @@ private:
         return all;
     }
 };
+
+// That a launch has given up waiting for `peer`.
+inline void expect(const FaultRecord& fault, Role role, Wait wait, u32 peer) {
+    CHECK(
+        fault.code == 1 && fault.role == static_cast<u32>(role) &&
+            fault.wait == static_cast<u32>(wait) && fault.peer == peer + 1,
+        "code %u: role %u waited for %u of %u, not %u for %u of %u", fault.code, fault.role,
+        fault.wait, fault.peer, static_cast<u32>(role), static_cast<u32>(wait), peer + 1);
+}
+
+inline bool pulls_from(const Wanted& wanted, u32 rank, u32 peer) {
+    for (const RowEntry& entry : wanted.list[rank])
+        if (entry.source != comm::kNoRow && entry.source >> 24 == peer) return true;
+    return false;
+}
+
+// The same where `peer` has never said that its tokens may be read.
+inline void expect_not_ready(const FaultRecord& fault, const Wanted& wanted, u32 rank, u32 peer) {
+    if (pulls_from(wanted, rank, peer))
+        expect(fault, Role::kPull, Wait::kPeerReady, peer);
+    else
+        expect(fault, Role::kEnd, Wait::kPeerDone, peer);
+}
 
 }  // namespace peers

@@ -26,8 +26,7 @@ inline const u64* exchange(u32 mask, u64 value, const char* what) {
         ++w.generation;
         machine->happened();
     } else {
-        while (!machine->block(what, w.generation, generation)) {
-        }
+        machine->block(what, w.generation, generation);
     }
     return w.slots[generation & 1];
 }

@@ -26,9 +26,10 @@ using u32 = unsigned;
 using u64 = unsigned long long;
 
 constexpr u32 kStackBytes = 64 * 1024;
-constexpr u32 kQuietRounds = 4096;          // of polling alone, before that is a stall
-constexpr u32 kShortQuietRounds = 2;        // the same where stalls are expected
-constexpr u64 kStallNs = 10 * 1000 * 1000;  // what a stall adds to the clock
+constexpr u32 kQuietRounds = 4096;         // of polling alone, before that is a stall
+constexpr u32 kShortQuietRounds = 2;       // the same where stalls are expected
+constexpr u32 kLongQuietRounds = 128;      // after which such stalls take time and all poll alike
+constexpr u64 kStallNs = 3 * 1000 * 1000;  // so much: a second is longer than anybody's 512 polls
 constexpr u64 kLongestNs = 1000ull * 1000 * 1000 * 1000;  // that a launch may take, stalls and all
 
 constexpr u32 kSleepChance = 128;  // one in so many rounds of a warp puts a lane to sleep
@@ -115,14 +116,15 @@ struct Thread {
     u32 cta = 0;    // of all CTAs of a run
     u32 index = 0;  // in the CTA
     Knowledge known;
-    const u32* word = nullptr;  // runs once this is not `held`, or a stall came; null: can run
-    const u32* stalls = nullptr;
+    const u32* word = nullptr;    // runs once this is not `held`; null: can run
+    const u32* stalls = nullptr;  // or a stall came, if this is not null
     u32 held = 0, stalls_held = 0;
     const char* where = "";
     bool started = false, done = false, polling = false;
 
     u32 lane() const { return index % 32; }
-    bool ready() const { return word == nullptr || *word != held || *stalls != stalls_held; }
+    bool free() const { return word == nullptr || *word != held; }
+    bool ready() const { return free() || (stalls != nullptr && *stalls != stalls_held); }
 };
 
 // A counter that threads wait on until it moves.
@@ -138,8 +140,33 @@ struct Sleep {
     u32 lane = 0, rounds = 0;
 };
 
+// What all lanes of a warp wait for: as long as it has not come there is no need to look at them.
+struct Rest {
+    static constexpr u32 kMost = 4;
+    const u32* words[kMost];
+    u32 held[kMost];
+    u32 count = 0, stalls = 0;
+    bool valid = false;
+
+    void add(const u32* word, u32 value) {
+        for (u32 i = 0; i < count; ++i)
+            if (words[i] == word && held[i] == value) return;
+        valid = valid && count < kMost;
+        if (!valid) return;
+        words[count] = word;
+        held[count++] = value;
+    }
+
+    bool lasts(u32 stalls_now) const {
+        for (u32 i = 0; i < count; ++i)
+            if (*words[i] != held[i]) return false;
+        return valid && stalls == stalls_now;
+    }
+};
+
 struct Warp {
     Thread* threads = nullptr;
+    Rest rest;
     u32 arrived = 0, mask = 0, generation = 0;
     u32 active = 0, asking = 0, asked = 0;  // of __activemask
     u32 stalls = 0;                         // that this warp has seen
@@ -196,8 +223,11 @@ public:
     // The CTA that is `rank` in the cluster of the running thread.
     u32 peer(u32 rank) const { return current_->cta - this->rank() + rank; }
 
-    // Gives way until `word` is not `held`; false when the machine stalled instead.
-    bool block(const char* where, const u32& word, u32 held);
+    // Gives way until `word` is not `held`.
+    void block(const char* where, const u32& word, u32 held);
+
+    // The same; false when the machine stalled instead.
+    bool try_block(const char* where, const u32& word, u32 held);
 
     // Gives way for a round without having got anywhere.
     void poll(const char* where);
@@ -276,15 +306,21 @@ inline void Machine::suspend() {
     if (_setjmp(current_->place) == 0) _longjmp(scheduler_, 1);
 }
 
-inline bool Machine::block(const char* where, const u32& word, u32 held) {
+inline void Machine::block(const char* where, const u32& word, u32 held) {
     Thread& thread = *current_;
-    thread.stalls = &warp().stalls;
-    thread.stalls_held = *thread.stalls;
     thread.where = where;
     thread.held = held;
     thread.word = &word;
     if (word == held) suspend();
     thread.word = nullptr;
+}
+
+inline bool Machine::try_block(const char* where, const u32& word, u32 held) {
+    Thread& thread = *current_;
+    thread.stalls = &warp().stalls;
+    thread.stalls_held = *thread.stalls;
+    block(where, word, held);
+    thread.stalls = nullptr;
     return word != held;
 }
 
@@ -306,8 +342,7 @@ inline void Machine::meet(Meeting& meeting, u32 members, const char* where) {
         meeting.known[meeting.generation & 1] = nullptr;
         happened();
     } else {
-        while (!block(where, meeting.generation, generation)) {
-        }
+        block(where, meeting.generation, generation);
     }
     learn(self().known, known);
 }
@@ -328,22 +363,30 @@ inline bool Machine::run_warp(Warp& warp, bool pauses) {
         happened();
         return true;
     }
+    if (warp.rest.lasts(warp.stalls)) return false;
+    Rest& rest = warp.rest;
+    rest = {.stalls = warp.stalls, .valid = true};
     Sleep& sleep = warp.sleep;
     if (sleep.rounds > 0)
         --sleep.rounds;
     else if (random.below(kSleepChance) == 0)
         sleep = {random.below(32), random.below(kSleepRounds)};
     pauses = pauses || (warp.pace > 1 && random.below(warp.pace) != 0);
+    pauses = pauses && quiet_ <= kLongQuietRounds;
     bool moved = false;
     for (u32 i = 0; i < 32; ++i) {
         Thread& thread = warp.threads[i];
-        if (thread.done || !thread.ready()) continue;
+        if (thread.done) continue;
+        if (!thread.ready()) {
+            rest.add(thread.word, thread.held);
+            continue;
+        }
         moved = true;
-        if (pauses) break;
-        if (sleep.rounds > 0 && i == sleep.lane) continue;
-        if (!thread.polling) happened();
-        resume(thread);
+        // Also of those that go on later: a slow launch is no stall.
+        if (!thread.polling && thread.free()) happened();
+        if (!pauses && (sleep.rounds == 0 || i != sleep.lane)) resume(thread);
     }
+    rest.valid = rest.valid && !moved;
     return moved;
 }
 
@@ -374,8 +417,7 @@ inline void Machine::stall() {
         for (const auto& launch : launches_)
             for (Warp& warp : launch->warps)
                 warp.stalls += random.below(warp.pace + 1) == 0;
-        now_ns += kStallNs;
-        quiet_ = 0;
+        if (quiet_ > kLongQuietRounds) now_ns += kStallNs;
         return;
     }
     for (const auto& launch : launches_)
@@ -471,7 +513,7 @@ inline void Machine::run(const std::vector<Stream>& streams) {
         while (copies-- > 0 && take_one_later())
             took = true;
         const u32 patience = stalls_allowed ? kShortQuietRounds : kQuietRounds;
-        const bool rests = (!moved && !took && due.empty()) || ++quiet_ > patience;
+        const bool rests = (!moved && !took && due.empty()) || ++quiet_ % (patience + 1) == 0;
         if (rests && !launches_.empty()) stall();
         finish_launches(due);
     }

@@ -39,7 +39,7 @@ inline bool mbarrier_test_wait(u32 bar, u32 phase) {
 // False only when the whole machine has come to rest, as the hardware's own time limit would.
 inline bool mbarrier_try_wait(u32 bar, u32 phase) {
     const sim::Barrier& b = sim::memory.barrier(sim::machine->self().cta, bar);
-    return sim::machine->block("mbarrier", b.phase, phase);
+    return sim::machine->try_block("mbarrier", b.phase, phase);
 }
 
 }  // namespace prime::ptx
