@@ -8,6 +8,9 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail gpu tests that would be skipped")
+    parser.addoption(
+        "--host-rounds", type=int, default=1, help="runs of every case of tests/host_cxx, each another one"
+    )
 
 
 def gpu_skip_reason() -> str | None:

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // check.hpp: the frame of a test program. `program NAME` runs the case of that name and prints how
-// many facts it checked. A case that checks nothing fails; the first broken fact ends the program.
+// many facts it checked; `program NAME N` runs it N times, which is N different runs where it draws
+// random numbers. A case that checks nothing fails; the first broken fact ends the program.
 #pragma once
 #include <cstdio>
 #include <cstdlib>
@@ -65,12 +66,15 @@ struct Random {
     } while (false)
 
 int main(int argc, char** argv) {
-    for (const test::Case* c = test::Case::first(); argc == 2 && c != nullptr; c = c->next) {
+    const bool asks = argc == 2 || argc == 3;
+    const int times = argc == 3 ? std::atoi(argv[2]) : 1;
+    for (const test::Case* c = test::Case::first(); asks && c != nullptr; c = c->next) {
         if (std::strcmp(c->name, argv[1]) != 0) continue;
-        c->run();
+        for (int i = 0; i < times; ++i)
+            c->run();
         std::printf("%llu facts checked\n", test::checked);
         return test::checked > 0 ? 0 : 1;
     }
-    std::fprintf(stderr, "usage: %s CASE\n", argv[0]);
+    std::fprintf(stderr, "usage: %s CASE [TIMES]\n", argv[0]);
     return 2;
 }
