@@ -28,6 +28,14 @@ void run(const Size& size, const Model& model, const std::vector<std::vector<u32
     all.check();
 }
 
+// Both forms of the forward: its GEMMs in launches of their own, and chained in one.
+template <bool kPlain>
+void run_both(const Size& size, Model model, const std::vector<std::vector<u32>>& tokens) {
+    run<kPlain>(size, model, tokens);
+    model.apart = true;
+    run<kPlain>(size, model, tokens);
+}
+
 // y of all tokens, the ranks' one after the other, when `ranks` ranks share out `tokens`.
 std::vector<u16> y_of(
     Size size, const Model& model, const Weights& weights, const peers::Routing& routing,
@@ -58,40 +66,40 @@ std::vector<u16> y_of(
 }  // namespace
 
 CASE(one_rank_is_its_own_peer) {
-    run<true>({1, 3, 2, 64}, {64, 1}, {{70}});
-    run<true>({1, 4, 3, 320}, {192, 2}, {{50}, {0}, {33}});
+    run_both<true>({1, 3, 2, 64}, {64, 1}, {{70}});
+    run_both<true>({1, 4, 3, 320}, {192, 2}, {{50}, {0}, {33}});
 }
 
 CASE(two_ranks_send_one_another_tokens_and_results) {
-    run<true>({2, 6, 2, 128}, {192, 1}, {{90, 61}});
-    run<true>({2, 4, 3, 64}, {320, 3, false}, {{1, 130}});
+    run_both<true>({2, 6, 2, 128}, {192, 1}, {{90, 61}});
+    run_both<true>({2, 4, 3, 64}, {320, 3, false}, {{1, 130}});
 }
 
 CASE(ranks_without_tokens_still_multiply_for_the_others) {
-    run<true>({3, 6, 2, 64}, {64, 2}, {{0, 70, 0}, {40, 0, 1}});
+    run_both<true>({3, 6, 2, 64}, {64, 2}, {{0, 70, 0}, {40, 0, 1}});
 }
 
 CASE(four_ranks_and_a_second_gemm_that_stays_behind_all_of_the_first) {
-    run<true>({4, 8, 4, 64}, {128, 9}, {{20, 30, 0, 41}});
+    run_both<true>({4, 8, 4, 64}, {128, 9}, {{20, 30, 0, 41}});
 }
 
 CASE(calls_back_to_back_reuse_arenas) {
     for (u32 round = 0; round < 2; ++round)
-        run<true>({2, 2, 2, 64}, {64, 1}, {{20, 30}, {30, 10}, {9, 30}, {31, 0}});
-    run<true>({2, 4, 2, 64}, {64, 1}, {{40, 50}, {50, 10}, {9, 70}, {64, 0}});
+        run_both<true>({2, 2, 2, 64}, {64, 1}, {{20, 30}, {30, 10}, {9, 30}, {31, 0}});
+    run_both<true>({2, 4, 2, 64}, {64, 1}, {{40, 50}, {50, 10}, {9, 70}, {64, 0}});
 }
 
 CASE(paced_links_change_no_value) {
-    run<true>({2, 4, 2, 64, 300, 40}, {64, 1}, {{40, 50}, {50, 10}});
+    run_both<true>({2, 4, 2, 64, 300, 40}, {64, 1}, {{40, 50}, {50, 10}});
 }
 
 CASE(clamped_activations_among_peers) {
-    run<false>({2, 4, 2, 64}, {128, 1, true, 0.75, 1.75, 1}, {{40, 50}});
+    run_both<false>({2, 4, 2, 64}, {128, 1, true, 0.75, 1.75, 1}, {{40, 50}});
 }
 
 CASE(any_number_of_ranks_computes_the_same_bits) {
     const Size size{1, 12, 3, 128};
-    const Model model{64, 2};
+    Model model{64, 2};
     const Weights weights(size, model);
     const peers::Routing routing(size, 90, machine.random);
     Matrix x(1, 90, size.hidden);
@@ -101,6 +109,8 @@ CASE(any_number_of_ranks_computes_the_same_bits) {
         CHECK(
             y_of(size, model, weights, routing, x, tokens) == alone, "%zu ranks: other bits",
             tokens.size());
+    model.apart = true;
+    CHECK(y_of(size, model, weights, routing, x, {20, 70}) == alone, "apart: other bits");
 }
 
 CASE(transport_alone_brings_every_token_and_sends_what_the_pool_holds) {

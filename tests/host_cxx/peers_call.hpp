@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "moe/combine.cuh"
+#include "moe/among_peers.cuh"
 #include "moe/forward.cuh"
 #include "peers.hpp"
 #include "sim/grid.hpp"
@@ -20,6 +21,7 @@ struct Model {
     bool keep_z = true;
     double clamp = INFINITY, alpha = 1, offset = 0;
     bool only_moves = false;
+    bool apart = false;  // both GEMMs in launches of their own
 };
 
 // The experts of all ranks.
@@ -45,6 +47,7 @@ struct RankForward {
     std::vector<sim::Tensor> maps;
     FaultRecord fault{};
     moe::ForwardArgs args{};
+    moe::GroupedArgs first{}, second{};  // the two GEMMs apart
     moe::CombineArgs combine{};
 
     RankForward(
@@ -114,6 +117,46 @@ struct RankForward {
             .parts = 0,
             .rank = rank,
             .parts_by_slot = 1};
+        split();
+    }
+
+    // What the chained launch is given, for the two GEMMs apart.
+    void split() {
+        first.a = args.x;
+        first.b0 = args.gate;
+        first.b1 = args.up;
+        first.out0 = args.h;
+        first.out1 = first.in1 = args.z;
+        first.counts = args.counts;
+        first.starts = args.starts;
+        first.row_score = args.row_score;
+        first.fault = args.fault;
+        first.list = args.list;
+        first.peers = args.peers;
+        first.pull_dst = args.pool;
+        first.pull_bytes = args.hidden * 2;
+        first.arrivals = first.copied = args.arrivals;
+        first.num_experts = args.num_experts;
+        first.k_steps = first.split = args.hidden / 64;
+        first.columns = args.intermediate;
+        first.n_tiles = ceil_div(args.intermediate, 128u);
+        first.keep_z = args.keep_z;
+        first.alpha = args.alpha;
+        first.clamp = args.clamp;
+        first.up_offset = args.up_offset;
+        second = first;
+        second.a = args.h;
+        second.b0 = second.b1 = args.down;
+        second.out0 = args.y;
+        second.pull_dst = nullptr;
+        second.arrivals = nullptr;
+        second.copied = args.h_done;
+        second.out_rows = args.y_rows;
+        second.out_done = args.y_done;
+        second.finished = args.finished;
+        second.k_steps = second.split = args.intermediate / 64;
+        second.columns = args.hidden;
+        second.n_tiles = ceil_div(args.hidden, 256u);
     }
 
     static Matrix share(const Matrix& all, const Size& size, u32 rank) {
@@ -181,9 +224,13 @@ struct Run {
             streams[r].push_back(
                 sim::kernel_work<moe::PlanPeers>(
                     sim::machine->random.below(2) ? 8 : 24, call->plans[r]->args));
-            streams[r].push_back(
-                sim::kernel_work<moe::Forward<kPlain>>(
-                    2 + 2 * sim::machine->random.below(2), f.args));
+            const auto grid = [] { return 2 + 2 * sim::machine->random.below(2); };
+            if (model.apart) {
+                streams[r].push_back(sim::kernel_work<moe::GateUpPeers<kPlain>>(grid(), f.first));
+                streams[r].push_back(sim::kernel_work<moe::DownPeers>(grid(), f.second));
+            } else {
+                streams[r].push_back(sim::kernel_work<moe::Forward<kPlain>>(grid(), f.args));
+            }
             streams[r].push_back(sim::kernel_work<moe::Combine>(2, f.combine));
         }
         calls.push_back(std::move(call));
