@@ -22,6 +22,8 @@ PYTHON = sys.executable
 SHAPES = {"30b": "qwen3-30b-a3b", "235b": "qwen3-235b-a22b"}
 TOKENS = "16384"
 REFERENCE_TESTS = "test_torch_backends.py"
+# Of virtual ranks, 16384 tokens in all: shape, ranks, GB/s of a rank's link that keep what as many GPUs would have.
+VIRTUAL = {"30b-2": ("30b", 2, 165.0), "235b-2": ("235b", 2, 165.0), "30b-8": ("30b", 8, 41.25)}
 MAX_FIRST_CALL_S, MAX_LAUNCH_US, MAX_COMPILE_S, GEMM_SHARE = 0.3, 10.0, 3.0, 0.9
 
 
@@ -94,23 +96,44 @@ def pytest_step(name: str, path: Path, limit_s: float, *options: str) -> Step:
     return Step(name, limit_s, work)
 
 
+def recorded(job: Job, command: list[str], record: bool, limit_s: float) -> tuple[Finished, list[str]]:
+    """Run a benchmark; records go to the job's files, and a note says why there are none."""
+    fits, why_not = stamp.read_stamp(ROOT)
+    recording = record and fits is not None
+    results = job.scratch / "results"
+    options = ["--record", "--results", str(results)] if recording else []
+    done = job.run("", [*command, *options], limit_s=limit_s, codes=None)
+    for path in results.rglob("*.jsonl") if recording else []:
+        shutil.copy(path, job.out / f"results__{path.parent.name}__{path.name}")
+    return done, [] if recording else [f"NOT RECORDED: {why_not or 'as asked'}"]
+
+
 def bench_step(name: str, shape: str, *, record: bool) -> Step:
     def work(job: Job) -> list[str]:
-        fits, why_not = stamp.read_stamp(ROOT)
-        recording = record and fits is not None
-        results = job.scratch / "results"
         command = [PYTHON, "benchmarks/bench.py", "forward", "backward", "--backend", "cuda", "--tokens", TOKENS]
-        command += ["--shapes", shape, *(["--record", "--results", str(results)] if recording else [])]
-        done = job.run("", command, limit_s=150, codes=None)
-        for path in results.rglob("*.jsonl") if recording else []:
-            shutil.copy(path, job.out / f"results__{path.parent.name}__{path.name}")
+        done, note = recorded(job, [*command, "--shapes", shape], record, 150)
         lines, wrongs = reports.bench_lines(done.text), reports.bench_wrongs(done.text)
         if done.rc != 0 or len(lines) != 2:
             raise StepError(f"{done.ending()}, {len(lines)} of 2 ops timed", [*lines, *wrongs, *done.tail(8)])
-        note = [] if recording else [f"NOT RECORDED: {why_not or 'as asked'}"]
         return [*lines, *(f"another arm: {wrong}" for wrong in wrongs), *note]
 
     return Step(name, 160, work, alone=True)
+
+
+def virtual_step(name: str, shape: str, ranks: int, pace: float, *, record: bool) -> Step:
+    """Expert parallelism among virtual ranks, in turns with one rank."""
+
+    def work(job: Job) -> list[str]:
+        command = [PYTHON, "benchmarks/bench.py", "forward", "backward", "--shapes", shape, "--rounds", "15"]
+        command += ["--virtual-ranks", str(ranks), "--tokens", str(int(TOKENS) // ranks), "--pacing", str(pace)]
+        done, note = recorded(job, command, record, 90)
+        lines = [line.strip() for line in done.text.splitlines() if "; one rank " in line]
+        if done.rc != 0 or len(lines) != 2:
+            wrongs = reports.bench_wrongs(done.text)
+            raise StepError(f"{done.ending()}, {len(lines)} of 2 ops timed", [*lines, *wrongs, *done.tail(8)])
+        return [*lines, *note]
+
+    return Step(name, 100, work, alone=True)
 
 
 def bare_environment(packages: Path) -> dict[str, str]:
@@ -288,8 +311,15 @@ def all_steps(*, record: bool = True) -> list[Step]:
     """Every step, the important ones first."""
     tests = [path for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if path.name != REFERENCE_TESTS]
     return [
-        *(pytest_step(f"gpu-tests:{path.stem.removeprefix('test_')}", path, 150, "--require-gpu") for path in tests),
+        *(
+            pytest_step(f"gpu-tests:{path.stem.removeprefix('test_')}", path, 200, "--require-gpu", "-m", "not soak")
+            for path in tests
+        ),
         *(bench_step(f"bench:{short}", shape, record=record) for short, shape in SHAPES.items()),
+        *(
+            virtual_step(f"virtual:{name}", SHAPES[short], ranks, pace, record=record)
+            for name, (short, ranks, pace) in VIRTUAL.items()
+        ),
         Step("wheel", 120, wheel, alone=True),
         Step("jit", 120, jit, alone=True),
         sanitizer_step("memcheck"),

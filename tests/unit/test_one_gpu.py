@@ -162,7 +162,7 @@ def test_steps_are_chosen_by_name_or_by_what_stands_before_the_colon(capsys: pyt
     steps = one_gpu_steps.all_steps()
     names = [step.name for step in steps]
     assert [step.name for step in one_gpu.choose(steps, "bench,demo", "bench:235b")] == ["bench:30b", "demo"]
-    assert [step.name for step in one_gpu.choose(steps, "", "gpu-tests,bench")] == names[-8:]
+    assert [step.name for step in one_gpu.choose(steps, "", "gpu-tests,bench,virtual")] == names[-8:]
     with pytest.raises(SystemExit) as stop:
         one_gpu.main(["--out", "unused", "--only", "bench,dema"])
     assert stop.value.code == 2
