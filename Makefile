@@ -12,10 +12,11 @@ PACKS_ARGS ?=
 BUILD_VENV ?= build/venv
 BUILD_BIN := $(BUILD_VENV)/bin
 BUILD_READY := $(BUILD_VENV)/.ready
+CROSS_CC := aarch64-linux-gnu-gcc
 # Committed sources, so that generated and third-party files below build/ and .venv/ are never looked at.
 CUDA_SOURCES = $(shell git ls-files 'kernels_src/*.cuh' 'kernels_src/*.cu' 'kernels_src/*.h' 'kernels_src/*.c')
 
-.PHONY: help venv demo test lint format unit stamp packs stage wheel sdist smoke clean
+.PHONY: help venv demo test lint format unit stamp packs stage wheel wheels cross sdist slim smoke workflow clean
 
 help:
 	@echo "make demo    train a small layer next to plain torch, print a table, draw $(DEMO_OUT)/loss.png"
@@ -26,6 +27,7 @@ help:
 	@echo "make packs   build/packs: every kernel variant, compiled with the compiler that PyPI carries"
 	@echo "make stage   packs, sources and host library into the tree, for running from a checkout"
 	@echo "make wheel   dist/*.whl, manylinux_2_28, inspected; make sdist: dist/*.tar.gz"
+	@echo "make wheels  everything of a release into dist/: packs, wheels of both CPUs, slim wheels with their index, sdist"
 	@echo "make smoke   install dist/*.whl into a fresh environment without torch and ask it about itself"
 
 # One venv for everything. setuptools is there first, so that the editable build needs no isolated environment.
@@ -80,11 +82,28 @@ stage: packs
 wheel: $(BUILD_READY) $(if $(PRIME_KERNELS_PACKS),,packs)
 	$(BUILD_BIN)/python -m build_tools.make_wheel --out dist
 
+# The aarch64 wheel from the finished x86_64 one, with a cross compiler (Debian: gcc-aarch64-linux-gnu).
+cross: $(BUILD_READY)
+	$(BUILD_BIN)/python -m build_tools.cross_wheel dist/*_x86_64.whl --machine aarch64 --out dist
+
+# A wheel per pack set and target from every wheel in dist/, and a static index over them.
+slim: $(BUILD_READY)
+	rm -rf dist/whl
+	$(BUILD_BIN)/python -m build_tools.slim dist/*.whl --all --out dist/whl
+	$(BUILD_BIN)/python -m build_tools.inspect_wheel --slim dist/whl/*/*/prime-kernels/*.whl
+	$(BUILD_BIN)/python -m build_tools.index dist/whl
+
+# All of a release. Without the cross compiler the aarch64 wheel is left out, with a line that says so.
+wheels: wheel
+	$(if $(shell command -v $(CROSS_CC)),$(MAKE) cross,@echo "no aarch64 wheel: $(CROSS_CC) is not installed")
+	$(MAKE) slim sdist
+	$(BUILD_BIN)/python -m build_tools.inspect_wheel dist/*.whl
+
 sdist: $(BUILD_READY)
 	$(BUILD_BIN)/python -c 'from build_tools import backend; print(backend.build_sdist("dist"))'
 
 smoke: $(BUILD_READY)
-	$(BUILD_BIN)/python -m build_tools.smoke_install dist/*.whl
+	$(BUILD_BIN)/python -m build_tools.smoke_install dist/*_$(shell uname -m).whl
 
 clean:
 	rm -rf build dist $(DEMO_OUT) .pytest_cache .mypy_cache .ruff_cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -31,8 +32,10 @@ class ShimError(RuntimeError):
     """The host library could not be compiled."""
 
 
-def find_compiler() -> str | None:
-    """The C compiler: $CC, then cc, gcc, clang; None when there is none."""
+def find_compiler(machine: str | None = None) -> str | None:
+    """The C compiler: $CC, then cc, gcc, clang; for another machine <machine>-linux-gnu-gcc. None if there is none."""
+    if machine not in (None, platform.machine()):
+        return shutil.which(f"{machine}-linux-gnu-gcc")
     for name in (os.environ.get("CC", "").split(" ")[0], "cc", "gcc", "clang"):
         path = shutil.which(name) if name else None
         if path:
@@ -40,13 +43,17 @@ def find_compiler() -> str | None:
     return None
 
 
-def build(out: Path = IN_TREE, *, compiler: str | None = None) -> Path:
-    """Compiles the library to `out`, unless `out` is newer than its sources.
+def build(out: Path = IN_TREE, *, compiler: str | None = None, machine: str | None = None) -> Path:
+    """Compiles the library to `out`, unless `out` is newer than its sources; `machine` None is that of this Python.
 
     Raises:
         ShimError: no C compiler, or it failed (its output is in the message).
     """
-    compiler = compiler or find_compiler()
+    compiler = compiler or find_compiler(machine)
+    if compiler is None and machine not in (None, platform.machine()):
+        raise ShimError(
+            f"no {machine}-linux-gnu-gcc found; install it, for example `apt install gcc-{machine}-linux-gnu`"
+        )
     if compiler is None:
         raise ShimError("no C compiler found (tried $CC, cc, gcc, clang); install one, for example `apt install gcc`")
     newest = max(p.stat().st_mtime_ns for p in (SOURCE, HEADER, Path(__file__)))
@@ -54,7 +61,7 @@ def build(out: Path = IN_TREE, *, compiler: str | None = None) -> Path:
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
     staged = out.with_name(f".{out.name}.{os.getpid()}")
-    arch = ["-mno-outline-atomics"] if "aarch64" in sysconfig.get_platform() else []
+    arch = ["-mno-outline-atomics"] if "aarch64" in (machine or sysconfig.get_platform()) else []
     command = [compiler, *FLAGS, *arch, f"-I{HEADER.parent}", "-o", str(staged), str(SOURCE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode != 0:

@@ -4,35 +4,25 @@
 Usage: python -m build_tools.slim dist/FULL.whl --set cu130 --arch sm_90a --out dist/whl
        python -m build_tools.slim dist/FULL.whl --all --out dist/whl
 
-Each wheel lands in a folder of its own, <out>/<set>/<arch>/, with an index page (PEP 503), because an installer that
-sees two local versions side by side takes the alphabetically last one whatever the machine has.
+Each wheel lands in <out>/<set>/<arch>/prime-kernels/, so that every combination is an index of its own;
+build_tools/index.py writes the pages.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
-import hashlib
-import html
 import json
 import re
 import sys
-import zipfile
 from pathlib import Path
 
-from build_tools import pack
+from build_tools import pack, wheel_zip
+from build_tools.index import PROJECT
 from build_tools.plan import slims
-
-_STAMP = (1980, 1, 1, 0, 0, 0)
 
 
 class SlimError(ValueError):
     """The full wheel does not hold what a slim one was asked of it."""
-
-
-def _line(name: str, data: bytes) -> str:
-    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
-    return f"{name},sha256={digest},{len(data)}"
 
 
 def _manifest(data: bytes, pack_set: str, arch: str) -> bytes:
@@ -46,28 +36,22 @@ def _manifest(data: bytes, pack_set: str, arch: str) -> bytes:
 
 def _members(wheel: Path, pack_set: str, arch: str, version: str, local: str) -> dict[str, bytes]:
     """Members of the slim wheel by name, without RECORD."""
-    out = {}
-    with zipfile.ZipFile(wheel) as archive:
-        for item in archive.infolist():
-            name, data = item.filename, archive.read(item)
-            if item.is_dir() or name.endswith(".dist-info/RECORD"):
-                continue
-            if name.endswith(pack.SUFFIX) and not name.endswith(f"/{pack_set}/{arch}{pack.SUFFIX}"):
-                continue
-            if name.endswith(f"_packs/{pack.MANIFEST}"):
-                data = _manifest(data, pack_set, arch)
-                keys = {e["key"] for e in _header(archive, pack_set, arch)["entries"]}
-                data = _with_keys(data, keys)
-            if name.endswith(".dist-info/METADATA"):
-                data = re.sub(rb"^Version: .*$", f"Version: {local}".encode(), data, count=1, flags=re.M)
-            out[name.replace(f"-{version}.dist-info/", f"-{local}.dist-info/")] = data
+    out, full = {}, wheel_zip.read(wheel)
+    for name, data in full.items():
+        if name.endswith(pack.SUFFIX) and not name.endswith(f"/{pack_set}/{arch}{pack.SUFFIX}"):
+            continue
+        if name.endswith(f"_packs/{pack.MANIFEST}"):
+            data = _with_keys(_manifest(data, pack_set, arch), _keys(full, pack_set, arch))
+        if name.endswith(".dist-info/METADATA"):
+            data = re.sub(rb"^Version: .*$", f"Version: {local}".encode(), data, count=1, flags=re.M)
+        out[name.replace(f"-{version}.dist-info/", f"-{local}.dist-info/")] = data
     return out
 
 
-def _header(archive: zipfile.ZipFile, pack_set: str, arch: str) -> dict[str, list[dict[str, str]]]:
-    (name,) = (n for n in archive.namelist() if n.endswith(f"/{pack_set}/{arch}{pack.SUFFIX}"))
-    header, _ = pack.read_pack(archive.read(name))
-    return header
+def _keys(members: dict[str, bytes], pack_set: str, arch: str) -> set[str]:
+    (name,) = (n for n in members if n.endswith(f"/{pack_set}/{arch}{pack.SUFFIX}"))
+    header, _ = pack.read_pack(members[name])
+    return {entry["key"] for entry in header["entries"]}
 
 
 def _with_keys(manifest: bytes, keys: set[str]) -> bytes:
@@ -77,7 +61,7 @@ def _with_keys(manifest: bytes, keys: set[str]) -> bytes:
 
 
 def slim(wheel: Path, pack_set: str, arch: str, out: Path) -> Path:
-    """Writes the slim wheel and its index page; returns the wheel's path. Equal input gives equal bytes.
+    """Writes the slim wheel into its folder; returns its path. Equal input gives equal bytes.
 
     Raises:
         SlimError: the full wheel lacks that pack, or is slim itself.
@@ -87,31 +71,7 @@ def slim(wheel: Path, pack_set: str, arch: str, out: Path) -> Path:
         raise SlimError(f"{wheel.name} has a local version already")
     local = f"{version}+{pack_set}.{arch.replace('_', '')}"
     members = _members(wheel, pack_set, arch, version, local)
-    record = f"{name}-{local}.dist-info/RECORD"
-    lines = [_line(n, d) for n, d in members.items()]
-    members[record] = "\n".join([*lines, f"{record},,\n"]).encode()
-    folder = out / pack_set / arch / "prime-kernels"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{'-'.join([name, local, *tags])}.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for member, data in members.items():
-            info = zipfile.ZipInfo(member, _STAMP)
-            info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
-            archive.writestr(info, data)
-    write_index(folder)
-    return path
-
-
-def write_index(folder: Path) -> Path:
-    """A PEP 503 page over the wheels of one folder, each link with its digest."""
-    links = []
-    for path in sorted(folder.glob("*.whl")):
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        name = html.escape(path.name)
-        links.append(f'<a href="{name.replace("+", "%2B")}#sha256={digest}">{name}</a><br>')
-    page = folder / "index.html"
-    page.write_text("\n".join(["<!DOCTYPE html>", "<title>prime-kernels</title>", *links, ""]), encoding="utf-8")
-    return page
+    return wheel_zip.write(out / pack_set / arch / PROJECT / f"{'-'.join([name, local, *tags])}.whl", members)
 
 
 def main(argv: list[str] | None = None) -> int:

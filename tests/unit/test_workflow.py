@@ -58,7 +58,8 @@ def test_publishing_waits_for_the_gpu() -> None:
     publish = TEXT[TEXT.index("\n  publish:") :]
     needs = re.search(r"needs: \[(.*)\]", publish)
     assert needs
-    assert {"plan", "test", "wheel", "install-test", "install-test-oldest", "gpu"} == set(needs[1].split(", "))
+    wanted = {"plan", "test", "wheel", "index", "install-test", "install-test-oldest", "gpu"}
+    assert wanted == set(needs[1].split(", "))
     assert "--require-gpu" in TEXT
 
 
