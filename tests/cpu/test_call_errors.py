@@ -188,8 +188,11 @@ def test_a_closed_runtime_refuses_calls_and_closes_twice():
         y = mega_moe(x, IDS, scores, gate_up, down, runtime=runtime)
         runtime.close()
         runtime.close()
-        with pytest.raises(RuntimeClosedError, match=r"after close\(\)"):
+        with pytest.raises(RuntimeClosedError, match=r"after close\(\)") as caught:
             call(runtime)
+        assert caught.value.code == "E62"
+        assert caught.value.facts == {"id": runtime.id}
+        assert "MegaMoERuntime.create" in caught.value.remedy
         with pytest.raises(RuntimeClosedError):
             y.sum().backward()
         with pytest.raises(RuntimeClosedError):

@@ -240,8 +240,11 @@ def test_forgetting_the_generation_is_caught_under_debug():
         mega_moe(*args, runtime=runtime, precision="fp8", prepared=prepared)
         with torch.no_grad():
             down *= 1.01
-        with pytest.raises(StaleWeightsError, match=r"w_down changed since it was prepared.*still 0"):
+        with pytest.raises(StaleWeightsError, match=r"w_down changed since it was prepared.*still 0") as caught:
             mega_moe(*args, runtime=runtime, precision="fp8", prepared=prepared)
+        assert caught.value.code == "E61"
+        assert caught.value.facts == {"argument": "w_down", "generation": 0}
+        assert "advance_weight_generation" in caught.value.remedy
 
 
 def test_refreshing_prepared_weights_before_backward_is_caught():

@@ -74,7 +74,9 @@ def test_a_rank_that_refuses_its_arguments_stops_its_peers_and_the_next_call_wor
             assert isinstance(error, ShapeError)
             continue
         assert isinstance(error, PeerAborted)
+        assert error.code == "E53"
         assert error.facts["peer"] == BLAMED
+        assert "that rank's own error" in (error.remedy or "")
         assert "need at most 8 rows" in str(error)
         assert "ShapeError" in str(error)
 

@@ -300,6 +300,7 @@ def test_a_wait_for_a_peer_names_rank_peer_phase_and_seconds(role: int, wait: in
     facts = {name: info.value.facts[name] for name in ("ep_rank", "peers", "seconds")}
     assert facts == {"ep_rank": 1, "peers": [3], "seconds": 2.5}
     assert info.value.code == "E52"
+    assert "peer_timeout_s" in (info.value.remedy or "")
     rank.backend.check(rank.runtime)  # told once
 
 
@@ -310,6 +311,8 @@ def test_a_wait_inside_the_gpu_is_no_peers_fault(loader: FakeLoader) -> None:
     with pytest.raises(LaunchError, match="the pull role of CTA 3 waited for the first copy of a row") as info:
         rank.backend.check(rank.runtime)
     assert info.value.code == "E44"
+    assert info.value.facts == {"cta": 3, "role": 4, "wait": 10}
+    assert "doctor --json" in (info.value.remedy or "")
     assert "A rank that stopped between two launches" in str(info.value)
     record[4] = 2
     with pytest.raises(ShapeError, match=r"2 ids outside \[-1, 8\)"):

@@ -195,6 +195,8 @@ def test_after_warmup_means_after_the_job_said_so(tmp_path: Path, monkeypatch: p
     with pytest.raises(CompileError) as before:
         resolve.resolve(KEY, H200, 13000, at)
     assert before.value.code == "E30"
+    assert before.value.facts["needed"] == "12.0"
+    assert nvrtc.PIP_LINE in (before.value.remedy or "")
     resolve.finish_warmup()
     with pytest.raises(CompileError, match="after warm-up") as after:
         resolve.resolve(KEY, H200, 13000, at)

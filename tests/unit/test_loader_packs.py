@@ -79,7 +79,9 @@ def test_a_truncated_pack_is_refused_when_it_is_opened(keep: int, tmp_path: Path
     with pytest.raises(ArtifactError) as caught:
         one_pack(tmp_path, made.pack_bytes("cu130", "sm_90a")[:keep])
     assert refused(caught.value)
-    assert "pip install --force-reinstall" in str(caught.value)
+    assert caught.value.code == "E10"
+    assert "sm_90a.pkpack" in str(caught.value.facts)
+    assert "pip install --force-reinstall" in (caught.value.remedy or "")
 
 
 def test_a_missing_pack_is_refused(tmp_path: Path) -> None:

@@ -57,5 +57,7 @@ def test_torch_is_judged_by_its_public_version(
     assert (error and error.message) == expected
     if error is not None:
         assert error.code == "E08"
+        assert error.facts
+        assert error.remedy
         assert prime_kernels.unavailable_reason("mega_moe") == str(error)
         assert not prime_kernels.is_available("mega_moe")

@@ -66,6 +66,7 @@ def test_a_choice_accepts_its_values_and_empty_only(name: str, values: tuple[str
             read({variable: value})
         assert caught.value.code == "E70"
         assert caught.value.facts["value"] == value
+        assert caught.value.remedy
 
 
 @pytest.mark.parametrize("value", ["sha256:", "md5:" + "0" * 64, "sha256:" + "0" * 63, "sha256:" + "G" * 64, "0" * 64])
