@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from build_tools import plan
+from build_tools import lint_workflow, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOW = ROOT / ".github" / "workflows" / "wheels.yml"
@@ -92,3 +92,29 @@ def test_the_command_fails_on_a_tag_that_does_not_fit(capsys: pytest.CaptureFixt
     assert "tag v999.0.0 is not" in capsys.readouterr().err
     assert plan.main([]) == 0
     assert "archs=[" in capsys.readouterr().out
+
+
+def finding(kind: str, message: str) -> dict[str, object]:
+    return {"file": "/x/wheels.yml", "line": 3, "column": 5, "kind": kind, "message": message}
+
+
+def test_only_labels_that_we_know_are_taken_out_of_the_findings() -> None:
+    known = [finding("runner-label", f'label "{name}" is unknown. available ...') for name in lint_workflow.LABELS]
+    assert lint_workflow.problems(known) == []
+    others = [
+        finding("runner-label", 'label "ubuntu-99" is unknown'),
+        finding("expression", 'label "h200" is unknown'),
+    ]
+    assert lint_workflow.problems([*known, *others]) == [
+        'wheels.yml:3:5: label "ubuntu-99" is unknown [runner-label]',
+        'wheels.yml:3:5: label "h200" is unknown [expression]',
+    ]
+
+
+def test_every_label_taken_out_is_used() -> None:
+    assert all(re.search(rf"[\[ ,]{re.escape(name)}[\]\s,}}]", TEXT) for name in lint_workflow.LABELS)
+
+
+def test_a_missing_linter_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert lint_workflow.main(["--actionlint", str(tmp_path)]) == 1
