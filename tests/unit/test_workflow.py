@@ -58,7 +58,7 @@ def test_publishing_waits_for_the_gpu() -> None:
     publish = TEXT[TEXT.index("\n  publish:") :]
     needs = re.search(r"needs: \[(.*)\]", publish)
     assert needs
-    wanted = {"plan", "test", "wheel", "index", "install-test", "install-test-oldest", "gpu"}
+    wanted = {"plan", "test", "wheel", "index", "install-test", "install-test-oldest", "jit-cpu", "gpu"}
     assert wanted == set(needs[1].split(", "))
     assert "--require-gpu" in TEXT
 
