@@ -7,6 +7,7 @@ Every step leaves a decision in the trace, which is what errors and `prime-kerne
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from prime_kernels.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
     from prime_kernels.loader.manifest import Entry, Sources
@@ -79,7 +80,7 @@ def installation() -> Installation:
     return Installation.open(config)
 
 
-_warm = False
+_warm, _warming = False, 0
 
 
 def finish_warmup() -> None:
@@ -88,8 +89,20 @@ def finish_warmup() -> None:
     _warm = True
 
 
+@contextmanager
+def warming_up() -> Iterator[None]:
+    """Inside, PRIME_KERNELS_JIT=error-after-warmup lets kernels compile; a body that ends well finishes the warm-up."""
+    global _warming
+    _warming += 1
+    try:
+        yield
+    finally:
+        _warming -= 1
+    finish_warmup()
+
+
 def _jit_off(mode: str) -> bool:
-    return mode == "never" or (mode == "error-after-warmup" and _warm)
+    return mode == "never" or (mode == "error-after-warmup" and _warm and not _warming)
 
 
 def _cached(unit: jit.Unit, target: arch.Target, driver: int, at: Installation) -> tuple[bytes, str] | None:

@@ -103,10 +103,12 @@ class CudaBackend(Backend):
 
     def warmup(self, runtime: RuntimeView, num_tokens: tuple[int, ...]) -> None:
         from prime_kernels.loader import load_kernel
+        from prime_kernels.loader.resolve import warming_up
 
         keys = kernel_keys if runtime.peers is None else peer_kernel_keys
-        for key in keys(runtime.config):
-            load_kernel(key, device=runtime.device.index)
+        with warming_up():
+            for key in keys(runtime.config):
+                load_kernel(key, device=runtime.device.index)
 
     def check(self, runtime: RuntimeView) -> None:
         record = self._faults[runtime]

@@ -8,16 +8,19 @@ import logging
 import multiprocessing
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from build_tools import stage
+from prime_kernels import MegaMoEConfig
 from prime_kernels.errors import ArtifactError, BackendUnavailable, CompileError
 from prime_kernels.loader import elf, jit, nvrtc, resolve, select, warmup
 from prime_kernels.loader.arch import parse
 from prime_kernels.loader.entry import CacheKey
 from prime_kernels.loader.nvrtc import Nvrtc
+from prime_kernels.moe.cuda import CudaBackend
 from tests.helpers import installation as made
 
 KEY = "made|t128"
@@ -201,6 +204,36 @@ def test_after_warmup_means_after_the_job_said_so(tmp_path: Path, monkeypatch: p
     with pytest.raises(CompileError, match="after warm-up") as after:
         resolve.resolve(KEY, H200, 13000, at)
     assert after.value.code == "E31"
+
+
+def test_a_runtime_s_warmup_is_what_ends_the_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "_warm", False)
+    at = made.installation(tmp_path, packs=False, jit="error-after-warmup", nvrtc="/nonexistent")
+    codes: list[str] = []
+
+    def load(key: str, *, device: int | None = None) -> None:
+        with pytest.raises(CompileError) as caught:
+            resolve.resolve(KEY, H200, 13000, at)
+        codes.append(caught.value.code)
+
+    monkeypatch.setattr("prime_kernels.loader.load_kernel", load)
+    sizes = {"num_experts": 8, "topk": 2, "hidden": 64, "intermediate": 128, "max_tokens_per_rank": 64}
+    runtime: Any = SimpleNamespace(peers=None, config=MegaMoEConfig(**sizes), device=SimpleNamespace(index=0))
+    # The second runtime of a job is warmed up like the first: E30 is "no compiler", E31 would be "not allowed".
+    for _ in range(2):
+        codes.clear()
+        CudaBackend().warmup(runtime, ())
+        assert len(codes) >= 4
+        assert set(codes) == {"E30"}
+        with pytest.raises(CompileError, match="after warm-up"):
+            resolve.resolve(KEY, H200, 13000, at)
+
+
+def test_a_warmup_that_fails_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "_warm", False)
+    with pytest.raises(KeyError), resolve.warming_up():
+        raise KeyError
+    assert not resolve._jit_off("error-after-warmup")
 
 
 def test_asking_without_building_says_what_would_happen(tmp_path: Path) -> None:
