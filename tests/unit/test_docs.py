@@ -126,3 +126,25 @@ def test_the_check_that_ci_runs_is_the_readmes_test_command() -> None:
     assert script.stat().st_mode & 0o111
     assert script.read_text().splitlines()[-1] == "exec make test"
     assert "make test" in code_blocks("")[0]
+
+
+def test_the_install_page_speaks_of_variables_codes_and_verbs_that_exist() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    variables = set(re.findall(r"PRIME_KERNELS_(\w+)", page))
+    assert {"CACHE_DIR", "CACHE_RO", "CACHE_SHARED", "CACHE_DIGEST", "JIT"} <= variables <= set(settings._KNOWN)
+    assert set(re.findall(r"PRIME_KERNELS_JIT=([\w-]+)", page)) <= set(settings.JIT_MODES)
+    assert {"E01", "E20", "E31"} <= set(re.findall(r"\bE\d\d\b", page)) <= set(errors.CODES)
+    verbs = set(re.findall(r"prime-kernels (doctor|check|warmup|cache \w+|env|[a-z]+) ", page))
+    assert {"doctor", "check", "warmup", "cache export", "cache import", "cache prune"} <= verbs
+    for words in verbs - {"of"}:
+        assert words.split()[0] in cli.VERBS, words
+    for topic in ("Which wheel?", "In containers", "Air-gapped", "Clusters with a shared home", "WSL 2"):
+        assert f"## {topic}\n" in page
+
+
+def test_the_commands_of_the_install_page_parse() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    lines = re.findall(r"(?:^|RUN |&& )prime-kernels ([^#\n`]+)", page, re.MULTILINE)
+    assert len(lines) >= 6
+    for line in lines:
+        assert cli.build_parser().parse_args(line.split()).verb in cli.VERBS
