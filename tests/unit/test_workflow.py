@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from build_tools import lint_workflow, plan
+from build_tools.tomlfile import read_toml
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOW = ROOT / ".github" / "workflows" / "wheels.yml"
@@ -118,3 +119,22 @@ def test_every_label_taken_out_is_used() -> None:
 def test_a_missing_linter_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert lint_workflow.main(["--actionlint", str(tmp_path)]) == 1
+
+
+def test_cibuildwheel_s_list_is_one_build_for_each_python_and_machine() -> None:
+    config = read_toml(ROOT / "pyproject.toml")
+    patterns = config["tool"]["cibuildwheel"]["build"].split()
+    assert patterns == [f"{python}-manylinux_*" for python in lint_workflow.PYTHONS]
+    assert config["project"]["requires-python"] == ">=3.10"
+    every = [f"{python}-manylinux_{machine}" for python in lint_workflow.PYTHONS for machine in lint_workflow.MACHINES]
+    assert lint_workflow.identifier_problems(every[::-1]) == []
+    assert "cp314-manylinux_aarch64" in lint_workflow.identifier_problems(every[:-1])[0]
+    assert lint_workflow.identifier_problems([*every, "cp310-musllinux_x86_64"])
+    tested = re.search(r"python: \[(.*)\]", TEXT)
+    assert tested
+    assert [f"cp{v.strip()[1:-1].replace('.', '')}" for v in tested[1].split(",")] == list(lint_workflow.PYTHONS)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cibuildwheel") is None, reason="no cibuildwheel here")
+def test_cibuildwheel_itself_says_so() -> None:
+    assert lint_workflow.identifier_problems(lint_workflow.identifiers()) == []
