@@ -14,12 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_kernels import MegaMoEConfig
+from prime_kernels import MegaMoEConfig, SwiGLU
 from prime_kernels.loader.prepared import Address, Prepared
 from prime_kernels.moe import cuda_calls
 from prime_kernels.moe.backend import Needs
 from prime_kernels.moe.cuda import CudaBackend
 from prime_kernels.moe.cuda_buffers import Workspace
+from prime_kernels.moe.cuda_variants import kernel_keys
 from tests.helpers.fake_loader import FakeLoader, Seen
 
 BF16 = torch.bfloat16
@@ -267,3 +268,13 @@ def test_temporaries_are_aligned_and_do_not_overlap(sizes: list[tuple[int, int]]
         assert at >= end
         end = int(at) + count * itemsize
     assert work.bytes >= end
+
+
+@pytest.mark.parametrize("fields", [{}, {"activation": SwiGLU(clamp=7.0, alpha=1.702, up_offset=1.0)}])
+def test_a_warmup_loads_every_kernel_that_a_call_needs(loader: FakeLoader, fields: dict[str, Any]) -> None:
+    layer = Layer(**fields)
+    for save in ("preact", "inputs", "full"):
+        for dtype in (None, torch.float32):
+            layer.run(64, save=save, dtype=dtype)
+    assert len(loader._keys) >= 6
+    assert set(loader._keys) <= set(kernel_keys(layer.config))

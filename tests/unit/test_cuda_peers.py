@@ -317,3 +317,16 @@ def test_a_wait_inside_the_gpu_is_no_peers_fault(loader: FakeLoader) -> None:
     record[4] = 2
     with pytest.raises(ShapeError, match=r"2 ids outside \[-1, 8\)"):
         rank.backend.check(rank.runtime)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"activation": SwiGLU(clamp=7.0, alpha=1.702, up_offset=1.0)}])
+def test_a_warmup_loads_every_kernel_that_a_forward_needs(
+    loader: FakeLoader, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], chained: bool
+) -> None:
+    monkeypatch.setattr(cuda_peer_launch.PeerRecorder, "chained", chained)
+    rank = Rank(0, 2, **fields)
+    for save in ("preact", "inputs", "full"):
+        rank.forward(64, save=save)
+    assert len(loader._keys) >= 3
+    assert set(loader._keys) <= set(peer_kernel_keys(rank.config))
