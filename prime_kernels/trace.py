@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from prime_kernels.devices import choose_device
 from prime_kernels.errors import BackendUnavailable, UnsupportedConfig
 from prime_kernels.moe.config import MegaMoEConfig
+from prime_kernels.peers.arena import MAX_PEERS
 from prime_kernels.timeline import call as calls
 from prime_kernels.timeline import perfetto, picture, summary
 
@@ -64,19 +65,19 @@ def layer(shape: str | None, tokens: int) -> MegaMoEConfig:
     )
 
 
-def _check_ranks(ranks: int, pacing: float | None) -> None:
-    """Refuse ranks that this version cannot make.
+def _check_ranks(config: MegaMoEConfig, ranks: int, pacing: float | None) -> None:
+    """Refuse ranks that cannot be, before anything asks for a GPU.
 
     Raises:
-        UnsupportedConfig: More than one, or a pace without them (E41).
+        UnsupportedConfig: Experts that cannot be shared out evenly, or a pace without ranks (E41).
     """
-    if ranks > 1:
+    if config.num_experts % ranks or ranks > MAX_PEERS:
         raise UnsupportedConfig(
-            f"--virtual-ranks is {ranks}; the recording kernels of this version are those of one rank.",
-            facts={"virtual_ranks": ranks, "pacing": pacing},
-            remedy="Leave it out to trace one rank; kernels among peers have no recording build yet.",
+            f"--virtual-ranks is {ranks}; need at most {MAX_PEERS}, and a divisor of the {config.num_experts} experts.",
+            facts={"virtual_ranks": ranks, "num_experts": config.num_experts},
+            remedy="Take 2, 4 or 8.",
         )
-    if pacing is not None:
+    if ranks == 1 and pacing is not None:
         raise UnsupportedConfig(
             f"--pacing is {pacing:g} GB/s, but one rank moves nothing to another.",
             facts={"pacing": pacing},
@@ -88,8 +89,8 @@ def _passes(args: argparse.Namespace) -> Iterator[Pass]:
     if args.records is not None:
         yield calls.load(Path(args.records))
         return
-    _check_ranks(args.virtual_ranks, args.pacing)
-    config = layer(args.shape, args.tokens)
+    config, ranks = layer(args.shape, args.tokens), args.virtual_ranks
+    _check_ranks(config, ranks, args.pacing)
     device = choose_device(args.device)
     if device.type != "cuda":
         raise BackendUnavailable(
@@ -99,8 +100,12 @@ def _passes(args: argparse.Namespace) -> Iterator[Pass]:
             remedy="Run it on a machine with a supported GPU, or show earlier records with --records.",
         )
     from prime_kernels.timeline.capture import Capture
+    from prime_kernels.timeline.capture_ranks import RanksCapture
 
-    capture = Capture(config, args.tokens, device)
+    if ranks == 1:
+        capture: Capture | RanksCapture = Capture(config, args.tokens, device)
+    else:
+        capture = RanksCapture(config, args.tokens, device, ranks=ranks, pacing_gb_s=args.pacing)
     for direction in ("forward", "backward") if args.direction == "both" else (args.direction,):
         yield capture.trace(direction, args.rounds)
 
@@ -129,7 +134,10 @@ def show(call: Pass, folder: Path, *, keep_records: bool) -> tuple[str, dict[str
         files.append(str(records))
     facts: dict[str, object] = {"direction": call.direction, "device": call.device, "tokens": call.tokens}
     facts |= {**asdict(found), "accounted": found.accounted, "accounted_normal": found.accounted_normal}
-    facts |= {"launches": {it.name: [it.ms, it.normal_ms, it.profile_ms] for it in call.launches}, "files": files}
+    facts |= {"virtual_ranks": call.ranks, "pacing_gb_s": call.pacing_gb_s, "link_bytes": call.link_bytes}
+    names = [it.name if call.ranks == 1 else f"rank {it.rank}: {it.name}" for it in call.launches]
+    times = [[it.ms, it.normal_ms, it.profile_ms] for it in call.launches]
+    facts |= {"launches": dict(zip(names, times, strict=True)), "files": files}
     lines = [text, f"  open {trace} in ui.perfetto.dev", f"  picture {drawn or NO_PICTURE}"]
     (folder / f"{call.direction}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return "\n".join(lines), facts

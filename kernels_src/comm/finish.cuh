@@ -21,6 +21,7 @@ PK_DEVICE void finish(const Peers& p, u32* finished, FaultRecord* fault) {
     PeerWaiter waiter{p, fault, Role::kEnd};
     for (u32 peer = 0; peer < p.size; ++peer)
         waiter.wait(Flag::kDone, peer, epoch, Wait::kPeerDone);
+    profile::Timeline::leave(fault);
 }
 
 }  // namespace prime::comm

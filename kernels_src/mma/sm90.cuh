@@ -51,7 +51,12 @@ struct HopperWith {
 
 using Hopper = HopperWith<88>;
 // Pulling from peers takes more addresses than copying from one place.
+#ifdef PK_PROFILE
+// A build that records wants a few more, or it spills.
+using HopperPulls = HopperWith<112>;
+#else
 using HopperPulls = HopperWith<104>;
+#endif
 static_assert(Policy<Hopper> && Policy<HopperPulls>);
 
 }  // namespace prime::mma

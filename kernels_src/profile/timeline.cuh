@@ -22,7 +22,8 @@ enum class Event : u32 {
     kMultiply = 2,  // a tile up to its last product; a second record holds the tile
     kSkip = 3,      // a tile without rows for this warpgroup; likewise
     kEpilogue = 4,
-    kCopy = 5  // of rows to the pool; detail: the first of them / 8, which is what one copy moves
+    kCopy = 5,  // of rows to the pool; detail: the first of them / 8, which is what one copy moves
+    kPush = 6   // of rows of the pool to peers; likewise
 };
 
 #ifdef PK_PROFILE
@@ -42,16 +43,19 @@ struct LaneHead {
     u64 end_ns;    // end of the role
     u32 sm;
     u32 count;  // of records, those without room too
-    u32 reserved[2];
+    // Kept here by roles without registers to spare: when something began, and `count` then.
+    u32 mark_lo_ns;
+    u32 mark_count;
 };
 
 // `what` is an Event and from bit 8 its detail; the second record of a tile has its numbers. The
-// lower half of the clock lasts four seconds and is read in one instruction.
+// lower half of the clock lasts four seconds and is read in one instruction. `remote`: rows of a
+// copy or push that went from one rank to another.
 struct Record {
     u32 begin_lo_ns;
     u32 length_ns;
     u32 what;
-    u32 reserved;
+    u32 remote;
 };
 
 // A thread may make one after the other, but not use two in turns.
@@ -77,9 +81,9 @@ struct Timeline {
     PK_DEVICE u32 now() const { return lane == nullptr ? 0 : ptx::global_timer_lo_ns(); }
 
     // Records what began at `begin` and ends now; returns now.
-    PK_DEVICE u32 end(u32 begin, Event event, u32 detail = 0) {
+    PK_DEVICE u32 end(u32 begin, Event event, u32 detail = 0, u32 remote = 0) {
         const u32 now = this->now();
-        if (lane != nullptr) put(begin, now - begin, static_cast<u32>(event) | detail << 8, 0);
+        if (lane != nullptr) put(begin, now - begin, static_cast<u32>(event) | detail << 8, remote);
         return now;
     }
 
@@ -98,6 +102,32 @@ struct Timeline {
     }
 
     PK_DEVICE u32 end_copy(u32 begin, u32 row) { return end(begin, Event::kCopy, row / 8); }
+
+    // What begins now ends with one of the next three, each of a converged warp.
+    PK_DEVICE void mark() {
+        if (lane == nullptr) return;
+        lane->mark_lo_ns = now();
+        lane->mark_count = count;
+    }
+
+    // A wait, of which the recording lane's own part may have been recorded already; `peer`: this
+    // lane waited for one, not for rows that are here.
+    PK_DEVICE void end_warp_wait(bool peer) {
+        const bool peers = __ballot_sync(~0u, peer) != 0;
+        if (lane != nullptr && lane->mark_count == count)
+            end_wait(lane->mark_lo_ns, peers ? Wait::kPeerReady : Wait::kFirstCopy);
+    }
+
+    // `remote`: this lane's row came from a peer.
+    PK_DEVICE void end_pull(u32 row, bool remote) {
+        const u32 rows = static_cast<u32>(__popc(__ballot_sync(~0u, remote)));
+        if (lane != nullptr) end(lane->mark_lo_ns, Event::kCopy, row / 8, rows);
+    }
+
+    PK_DEVICE void end_push(u32 row, u32 rows) {
+        if (lane != nullptr)
+            end(lane->mark_lo_ns, Event::kPush, row / 8, static_cast<u32>(__popc(rows)));
+    }
 
     // Of the launch, around all roles.
     PK_DEVICE static void enter(const FaultRecord* call) {
@@ -135,6 +165,10 @@ struct Timeline {
     }
     PK_DEVICE u32 end_wait(u32, Wait) { return 0; }
     PK_DEVICE u32 end_copy(u32, u32) { return 0; }
+    PK_DEVICE void mark() {}
+    PK_DEVICE void end_warp_wait(bool) {}
+    PK_DEVICE void end_pull(u32, bool) {}
+    PK_DEVICE void end_push(u32, u32) {}
     PK_DEVICE static void enter(const FaultRecord*) {}
     PK_DEVICE static void leave(const FaultRecord*) {}
 };

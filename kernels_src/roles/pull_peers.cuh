@@ -97,10 +97,13 @@ PK_DEVICE void pull_from_peers(const PeerPull& pull, u32 pull_warp) {
         const u32 mine = source_of(next);
         // A batch ahead, and not looked at before its turn.
         next = listed(pull, row + stride + lane, lane < kPullRows && row + stride < pull.rows);
+        const u32 timeline_ready = ready;
+        profile::Timeline{pull.fault}.mark();
         if (__ballot_sync(~0u, !wait_source(pull, mine, ready)) != 0) return;
+        profile::Timeline{pull.fault}.end_warp_wait(ready != timeline_ready);
         // What each lane acquired, for the loads of all.
         __syncwarp();
-        const u32 timeline_begin = profile::Timeline{pull.fault}.now();
+        profile::Timeline{pull.fault}.mark();
         const u64 from = reinterpret_cast<u64>(address_of(pull, tokens, mine));
 #pragma unroll 1
         for (u32 i = 0; i < kPullRows; i += 2) {
@@ -114,7 +117,9 @@ PK_DEVICE void pull_from_peers(const PeerPull& pull, u32 pull_warp) {
         ptx::fence_async_global();
         __syncwarp();
         if (lane == 0) ptx::red_add_release_gpu(pull.arrivals + row / kArrivalRows, kPullRows);
-        profile::Timeline{pull.fault}.end_copy(timeline_begin, row);
+        const u32 timeline_from = mine >> kFromShift;
+        const bool timeline_far = timeline_from < kFromPool && timeline_from != pull.peers.rank;
+        profile::Timeline{pull.fault}.end_pull(row, timeline_far);
     }
 }
 

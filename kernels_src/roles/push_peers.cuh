@@ -70,15 +70,18 @@ PK_DEVICE void push_to_peers(const PeerPush& push, u32 push_warp) {
         const PushedRow mine = pushed_row(push, row + lane, lane < kPullRows);
         const u32 going = __ballot_sync(~0u, mine.to != 0);
         if (going == 0) continue;
+        waiter.timeline = profile::Timeline{push.fault};
         waiter.wait_counters(push.done + row / kArrivalRows, false, push.tiles, Wait::kInput);
         if (__ballot_sync(~0u, waiter.dead) != 0) return;
         // What the lanes acquired, for one another's loads.
         __syncwarp();
+        profile::Timeline{push.fault}.mark();
         push_batch<kLoads>(push, row, mine.to, going, lane);
         if (push.peers.bytes_per_us != 0)
             comm::wait_until(
                 comm::book_lanes(
                     push.peers, static_cast<u32>(push.peers.rank), mine.owner, push.row_bytes));
+        profile::Timeline{push.fault}.end_push(row, going);
     }
 }
 

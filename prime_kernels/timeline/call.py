@@ -6,7 +6,7 @@ from __future__ import annotations
 import gzip
 import io
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,9 @@ from prime_kernels.timeline.states import Sweep, sweep
 if TYPE_CHECKING:
     from prime_kernels.timeline.floor import Floor
 
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, 2)  # 1: of one rank
+_RANKS = ("ranks", "pacing_gb_s", "link_bytes", "whole_ms")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Launch:
         normal_ms: Median of the same in passes of the normal build.
         profile_ms: Median of the same in passes of the recording build, which this launch is of if it has records.
         raw: Its records; None for a launch that has no recording build.
+        rank: Whose launch it is.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Launch:
     normal_ms: float
     profile_ms: float
     raw: Raw | None
+    rank: int = 0
 
     @cached_property
     def timeline(self) -> Timeline | None:
@@ -64,9 +68,14 @@ class Pass:
         device: Name of the GPU.
         sms: Its SMs.
         config: The layer.
-        tokens: T.
-        counts: Rows of every expert.
-        launches: In order; their `ms` add up to the time of the pass.
+        tokens: T, of every rank.
+        counts: Rows of every expert, rank after rank.
+        launches: In order, rank after rank; the `ms` of one rank add up to its time.
+        ranks: Virtual ranks that shared the GPU, each its part of the SMs.
+        pacing_gb_s: GB/s that each might send, and receive; None: unpaced.
+        link_bytes: What the busiest link moved.
+        whole_ms: From the moment at which every rank could begin to the end of the last one: in the traced pass, and
+            the median of the normal build. None with one rank: the sum of its launches.
     """
 
     direction: str
@@ -76,16 +85,33 @@ class Pass:
     tokens: int
     counts: tuple[int, ...]
     launches: tuple[Launch, ...]
+    ranks: int = 1
+    pacing_gb_s: float | None = None
+    link_bytes: int = 0
+    whole_ms: tuple[float, float] | None = None
 
     @property
     def ms(self) -> float:
         """From the event before the first launch to the one behind the last."""
-        return sum(launch.ms for launch in self.launches)
+        return self.whole_ms[0] if self.whole_ms else sum(launch.ms for launch in self.launches)
+
+    @property
+    def normal_ms(self) -> float:
+        """The same in the normal build."""
+        return self.whole_ms[1] if self.whole_ms else sum(launch.normal_ms for launch in self.launches)
 
     @property
     def floor(self) -> Floor:
         """What the pass cannot be faster than."""
-        return floor.floor_of(self.direction, self.config, self.tokens, self.counts, [it.name for it in self.launches])
+        ops = [it.name for it in self.launches if it.rank == 0]
+        of_chip = floor.floor_of(self.direction, self.config, self.tokens * self.ranks, self.counts, ops)
+        pace = self.pacing_gb_s
+        return replace(of_chip, transport_ms=self.link_bytes / pace / 1e6) if pace else of_chip
+
+    def flops(self, launch: Launch) -> float:
+        """Padded FLOP of one launch."""
+        local = len(self.counts) // self.ranks
+        return floor.padded_flops(launch.name, self.config, self.counts[launch.rank * local :][:local])
 
     def start_ns(self) -> list[int | None]:
         """When each launch with records began, since the first of them; None for the others."""
@@ -120,20 +146,27 @@ def save(path: Path, call: Pass) -> None:
         {
             "name": it.name,
             "ms": [it.ms, it.normal_ms, it.profile_ms],
+            "rank": it.rank,
             "raw": None if it.raw is None else [it.raw.heads, _planes(it.raw.records)],
         }
         for it in call.launches
     ]
-    facts = {"direction": call.direction, "device": call.device, "sms": call.sms, "tokens": call.tokens}
+    facts: dict[str, object] = {
+        "direction": call.direction,
+        "device": call.device,
+        "sms": call.sms,
+        "tokens": call.tokens,
+    }
+    facts["ranks"] = {name: getattr(call, name) for name in _RANKS}
     kept = {"schema": SCHEMA, **facts, "layer": layer, "counts": list(call.counts), "launches": launches}
     stream = io.BytesIO()
     torch.save(kept, stream)
     path.write_bytes(gzip.compress(stream.getvalue(), compresslevel=4, mtime=0))
 
 
-def _launch(name: str, times: list[float], raw: list[Tensor] | None) -> Launch:
+def _launch(name: str, times: list[float], raw: list[Tensor] | None, rank: int) -> Launch:
     ms, normal_ms, profile_ms = times
-    return Launch(name, ms, normal_ms, profile_ms, None if raw is None else Raw(raw[0], _records(raw[1])))
+    return Launch(name, ms, normal_ms, profile_ms, None if raw is None else Raw(raw[0], _records(raw[1])), rank)
 
 
 def _none(path: Path, why: str) -> UnsupportedConfig:
@@ -155,11 +188,12 @@ def load(path: Path) -> Pass:
     """
     try:
         kept = torch.load(io.BytesIO(gzip.decompress(path.read_bytes())), weights_only=True)
-        if kept["schema"] != SCHEMA:
-            raise _none(path, f"schema {kept['schema']}, need {SCHEMA}")
-        launches = tuple(_launch(it["name"], it["ms"], it["raw"]) for it in kept["launches"])
+        if kept["schema"] not in READABLE:
+            raise _none(path, f"schema {kept['schema']}, need {' or '.join(map(str, READABLE))}")
+        launches = tuple(_launch(it["name"], it["ms"], it["raw"], it.get("rank", 0)) for it in kept["launches"])
         config = MegaMoEConfig(**kept["layer"], max_tokens_per_rank=kept["tokens"])
     except (OSError, EOFError, KeyError, TypeError, pickle.UnpicklingError, RuntimeError) as error:
         raise _none(path, str(error)) from error
     counts = tuple(kept["counts"])
-    return Pass(kept["direction"], kept["device"], kept["sms"], config, kept["tokens"], counts, launches)
+    facts = (kept["direction"], kept["device"], kept["sms"], config, kept["tokens"], counts, launches)
+    return Pass(*facts, **kept.get("ranks", {}))

@@ -8,7 +8,6 @@ device between two. Every launch of the recording build has a fault record and a
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -28,10 +27,10 @@ from prime_kernels.moe.cuda_calls import (
     record_forward,
 )
 from prime_kernels.moe.cuda_launch import Recorder, sm_count
-from prime_kernels.moe.cuda_variants import plan_numel, preact_shape
 from prime_kernels.timeline import records as rec
 from prime_kernels.timeline.call import Launch, Pass
-from prime_kernels.timeline.floor import GEMMS, padded_flops
+from prime_kernels.timeline.floor import is_gemm, padded_flops
+from prime_kernels.timeline.tensors import Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,14 +40,13 @@ if TYPE_CHECKING:
     from prime_kernels.moe.config import MegaMoEConfig
 
 PROFILE = "|profile"
-SEED = 0
 AHEAD_CYCLES = 1_000_000  # the device sleeps before a pass, so that no launch of it waits for the host
 ALL = Needs(x=True, topk_weights=True, w_gate_up=True, w_down=True)
 _FAULT_WORDS, _TIMELINE_WORD = 8, 3  # FaultRecord of kernels_src/common/fault.cuh; words of 8 bytes for the latter
 _TILE_FLOPS = 2 * 128 * 256 * 64  # of one step of a CTA
 
 
-def _name(step: Step) -> str:
+def launch_name(step: Step) -> str:
     """ "gate_up" of pk_gate_up."""
     return step.kernel.spec.symbol.removeprefix("pk_")
 
@@ -67,50 +65,7 @@ def capacity(op: str, config: MegaMoEConfig, counts: Sequence[int], ctas: int) -
     return 4096 + int(2 * steps)
 
 
-@dataclass
-class _Tensors:
-    """Inputs and results of a layer on a device, as the backend's addresses name them."""
-
-    config: MegaMoEConfig
-    tokens: int
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        config, tokens, device = self.config, self.tokens, self.device
-        experts, h, i = config.num_experts, config.hidden, config.intermediate
-        generator = torch.Generator(device=device).manual_seed(SEED)
-
-        def normal(*shape: int, scale: float = 1.0) -> Tensor:
-            made = torch.empty(shape, dtype=torch.bfloat16, device=device)
-            return made.normal_(0.0, scale, generator=generator)
-
-        scores, self.topk_ids = torch.topk(
-            torch.rand(tokens, experts, generator=generator, device=device), config.topk, dim=-1
-        )
-        self.topk_weights = scores / scores.sum(-1, keepdim=True)
-        self.x, self.dy = normal(tokens, h), normal(tokens, h)
-        self.w_gate_up = normal(experts, 2 * i, h, scale=h**-0.5)
-        self.w_down = normal(experts, h, i, scale=i**-0.5)
-        self.y, self.dx = torch.empty_like(self.x), torch.empty_like(self.x)
-        self.dscore = torch.empty_like(self.topk_weights)
-        self.dw_gate_up, self.dw_down = torch.empty_like(self.w_gate_up), torch.empty_like(self.w_down)
-        self.preact = torch.empty(preact_shape(config, tokens, "preact"), dtype=torch.bfloat16, device=device)
-        self.plan = torch.zeros(plan_numel(config, tokens), dtype=torch.int32, device=device)
-        self.sent = torch.empty(experts, dtype=torch.int32, device=device)
-        self.received = torch.empty_like(self.sent)
-        self.work = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def address(self, name: str) -> int:
-        """Address of a tensor; 0 for one that there is not (weights are packed)."""
-        found: Tensor | None = getattr(self, name, None)
-        return 0 if found is None else found.data_ptr()
-
-    def counts(self) -> tuple[int, ...]:
-        """Rows of every expert, from the plan."""
-        return tuple(self.plan[: self.config.num_experts].tolist())
-
-
-class _Build:
+class Build:
     """The launches of one direction in one build, each prepared alone.
 
     Args:
@@ -126,7 +81,7 @@ class _Build:
 
     @staticmethod
     def _with_fault(step: Step, fault: Tensor) -> Step:
-        own = {"fault": fault.data_ptr()} if "fault" in step.args else {}
+        own = {name: fault.data_ptr() for name in ("fault", "plan.fault") if name in step.args}
         return step._replace(args={**step.args, **own})
 
     def run(self, stream: int, addresses: tuple[int, ...], events: Sequence[torch.cuda.Event] | None = None) -> None:
@@ -142,7 +97,7 @@ class _Build:
         """Raise for a launch that gave up."""
         codes = (self._faults[:, 0] & 0xFFFFFFFF).tolist()
         if any(codes):
-            names = [_name(step) for step, code in zip(self.steps, codes, strict=True) if code]
+            names = [launch_name(step) for step, code in zip(self.steps, codes, strict=True) if code]
             raise LaunchError(
                 f"{', '.join(names)} gave up after 20 s; the trace is not valid.",
                 code="E44",
@@ -161,17 +116,53 @@ def _steps(direction: str, config: MegaMoEConfig, tokens: int, index: int) -> tu
     return recorder.steps, recorder.work.bytes
 
 
-def _event() -> torch.cuda.Event:
+def timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _times(build: _Build, stream: int, addresses: tuple[int, ...]) -> list[float]:
+def _times(build: Build, stream: int, addresses: tuple[int, ...]) -> list[float]:
     """ms of every launch of one pass."""
-    events = [_event() for _ in range(len(build.steps) + 1)]
+    events = [timed_event() for _ in range(len(build.steps) + 1)]
     torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
     build.run(stream, addresses, events)
     events[-1].synchronize()
     return [before.elapsed_time(after) for before, after in pairwise(events)]
+
+
+def recording(steps: Sequence[Step], index: int) -> list[Step]:
+    """The same launches, those of GEMMs in the recording build."""
+    return [
+        step._replace(kernel=load_kernel(step.kernel.spec.key + PROFILE, device=index))
+        if is_gemm(launch_name(step))
+        else step
+        for step in steps
+    ]
+
+
+def make_faults(builds: int, launches: int, device: torch.device) -> Tensor:
+    """[builds, launches, words] int64: a fault record for every launch of every build."""
+    return torch.zeros(builds, launches, _FAULT_WORDS // 2, dtype=torch.int64, device=device)
+
+
+def make_buffers(build: Build, faults: Tensor, config: MegaMoEConfig, counts: Sequence[int]) -> list[Tensor | None]:
+    """A buffer for every launch that records; the fault records learn their addresses.
+
+    Args:
+        build: The recording build.
+        faults: [launches, words] its fault records.
+        config: The layer.
+        counts: Rows of every expert that the launches work on.
+    """
+    found: list[Tensor | None] = []
+    for number, step in enumerate(build.steps):
+        buffer, ctas = None, step.grid if isinstance(step.grid, int) else step.grid[0]
+        if is_gemm(launch_name(step)):
+            room = capacity(launch_name(step), config, counts, ctas)
+            buffer = torch.empty(rec.buffer_bytes(ctas, room), dtype=torch.uint8, device=faults.device)
+            rec.clear(buffer, ctas, room)
+            faults[number, _TIMELINE_WORD] = buffer.data_ptr()
+        found.append(buffer)
+    return found
 
 
 class Capture:
@@ -192,30 +183,8 @@ class Capture:
             raise UnsupportedConfig(f"tokens={tokens}; a trace needs at least one token.", facts={"tokens": tokens})
         self.config, self.tokens, self.device = config, tokens, device
         self.index = device.index if device.index is not None else torch.cuda.current_device()
-        self._tensors = _Tensors(config, tokens, device)
+        self._tensors = Tensors(config, tokens, device)
         self._ran_forward = False
-
-    def _recording(self, steps: Sequence[Step]) -> list[Step]:
-        """The same launches, those of GEMMs in the recording build."""
-        return [
-            step._replace(kernel=load_kernel(step.kernel.spec.key + PROFILE, device=self.index))
-            if _name(step) in GEMMS
-            else step
-            for step in steps
-        ]
-
-    def _buffers(self, build: _Build, faults: Tensor, counts: Sequence[int]) -> list[Tensor | None]:
-        """A buffer for every launch that records; the fault records learn their addresses."""
-        found: list[Tensor | None] = []
-        for number, step in enumerate(build.steps):
-            buffer, ctas = None, step.grid if isinstance(step.grid, int) else step.grid[0]
-            if _name(step) in GEMMS:
-                room = capacity(_name(step), self.config, counts, ctas)
-                buffer = torch.empty(rec.buffer_bytes(ctas, room), dtype=torch.uint8, device=self.device)
-                rec.clear(buffer, ctas, room)
-                faults[number, _TIMELINE_WORD] = buffer.data_ptr()
-            found.append(buffer)
-        return found
 
     def trace(self, direction: str, rounds: int) -> Pass:
         """Run passes of both builds in turns and keep the records of the last one.
@@ -235,30 +204,29 @@ class Capture:
             self.trace("forward", 1)
         tensors, config = self._tensors, self.config
         steps, work_bytes = _steps(direction, config, self.tokens, self.index)
-        if tensors.work.numel() < work_bytes:
-            tensors.work = torch.empty(work_bytes, dtype=torch.uint8, device=self.device)
+        tensors.reserve_work(work_bytes)
         fields = ForwardAddresses._fields if direction == "forward" else BackwardAddresses._fields
         addresses = tuple(tensors.address(name) for name in fields)
-        faults = torch.zeros(2, len(steps), _FAULT_WORDS // 2, dtype=torch.int64, device=self.device)
-        normal = _Build(steps, fields, faults[0])
-        recording = _Build(self._recording(steps), fields, faults[1])
+        faults = make_faults(2, len(steps), self.device)
+        normal = Build(steps, fields, faults[0])
+        records = Build(recording(steps, self.index), fields, faults[1])
         with torch.cuda.device(self.index):
             stream = torch.cuda.current_stream().cuda_stream
             normal.run(stream, addresses)
             counts = tensors.counts()
-            buffers = self._buffers(recording, faults[1], counts)
-            recording.run(stream, addresses)
+            buffers = make_buffers(records, faults[1], config, counts)
+            records.run(stream, addresses)
             passes: tuple[list[list[float]], list[list[float]]] = ([], [])
             for _ in range(rounds):
-                for build, times in zip((normal, recording), passes, strict=True):
+                for build, times in zip((normal, records), passes, strict=True):
                     times.append(_times(build, stream, addresses))
             normal.check()
-            recording.check()
+            records.check()
         self._ran_forward = True
         medians = [[statistics.median(column) for column in zip(*times, strict=True)] for times in passes]
         rows = zip(steps, passes[1][-1], *medians, buffers, strict=True)
         launches = tuple(
-            Launch(_name(step), ms, normal_ms, profile_ms, None if buffer is None else rec.used(buffer))
+            Launch(launch_name(step), ms, normal_ms, profile_ms, None if buffer is None else rec.used(buffer))
             for step, ms, normal_ms, profile_ms, buffer in rows
         )
         name = torch.cuda.get_device_name(self.device)

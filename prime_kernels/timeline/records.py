@@ -18,10 +18,11 @@ from prime_kernels.errors import LaunchError
 HEAD_BYTES, LANE_BYTES, RECORD_BYTES = 32, 32, 16
 LANES = ("load", "schedule", "copy 0", "copy 1", "math 0", "math 1")
 ROLES = ("load", "schedule", "copy", "copy", "math", "math")
-WAIT, MULTIPLY, SKIP, EPILOGUE, COPY = 1, 2, 3, 4, 5  # Event
+WAIT, MULTIPLY, SKIP, EPILOGUE, COPY, PUSH = 1, 2, 3, 4, 5, 6  # Event
 TILE_FULL, TILE_FREE, STAGE_FULL, STAGE_FREE, INPUT = 1, 2, 3, 4, 5  # Wait of kernels_src/common/fault.cuh
+PEER_READY, PEER_DONE, FIRST_COPY = 8, 9, 10
 COPY_ROWS = 8  # of one COPY record
-LOADER, SCHEDULER, MATH = 0, 1, (4, 5)  # lanes
+LOADER, SCHEDULER, COPIERS, MATH = 0, 1, (2, 3), (4, 5)  # lanes
 WAITS = {
     TILE_FULL: "the next tile",
     TILE_FREE: "room in the tile list",
@@ -30,16 +31,19 @@ WAITS = {
     INPUT: "saved activations",
     6: "the counts of a peer",
     7: "the rows of a peer",
-    8: "a peer to be ready",
-    9: "a peer to be done",
-    10: "the first copy of a row",
+    PEER_READY: "a peer to be ready",
+    PEER_DONE: "a peer to be done",
+    FIRST_COPY: "the first copy of a row",
 }
-ROWS = "rows being copied"  # what INPUT means to the loader and the scheduler
+# What INPUT means to the loader and the scheduler, and to the warps that send rows to peers.
+ROWS, RESULTS = "rows being copied", "rows to send"
 
 
 def wait_name(role: str, wait: int) -> str:
     """What a role waits for, in words."""
-    return ROWS if role in ("load", "schedule") and wait == INPUT else WAITS.get(wait, f"event {wait}")
+    if wait == INPUT and role != "math":
+        return RESULTS if role == "copy" else ROWS
+    return WAITS.get(wait, f"event {wait}")
 
 
 def buffer_bytes(ctas: int, capacity: int) -> int:
@@ -83,11 +87,12 @@ class Timeline:
         lost: Records that found no room.
         start_ns: %globaltimer at time 0.
         lane: [intervals] CTA * lanes + lane; ascending, and within a lane in order of the ends.
-        event: [intervals] WAIT to COPY.
-        detail: [intervals] what was waited for; the first row / 8 of a COPY; which operands of a tile.
+        event: [intervals] WAIT to PUSH.
+        detail: [intervals] what was waited for; the first row / 8 of a COPY or PUSH; which operands of a tile.
         since: [intervals] begin.
         until: [intervals] end.
         tiles: Of the intervals that are tiles.
+        remote: [intervals] rows of a COPY or PUSH that went from one rank to another.
     """
 
     sm: Tensor
@@ -101,6 +106,7 @@ class Timeline:
     since: Tensor
     until: Tensor
     tiles: Tiles
+    remote: Tensor
 
     @property
     def ctas(self) -> int:
@@ -118,8 +124,8 @@ class Timeline:
 
 
 class Raw(NamedTuple):
-    """What is kept of a buffer: [CTAs * lanes, 4] int64 heads (begin, end, SM and count, reserved), and the records in
-    use, [records, 4] int32, lane after lane."""
+    """What is kept of a buffer: [CTAs * lanes, 4] int64 heads (begin, end, SM and count, what only
+    kernels read), and the records in use, [records, 4] int32, lane after lane."""
 
     heads: Tensor
     records: Tensor
@@ -217,7 +223,7 @@ def parse(raw: Raw) -> Timeline:
     sm = (heads[:, 2] & 0xFFFFFFFF).view(-1, len(LANES))[:, 0]
     return Timeline(
         sm, ends[..., 0], ends[..., 1], total - kept + int(cut.sum()), start,
-        lane[keep], (what & 255)[keep], (what >> 8)[keep], since, until, tiles,
+        lane[keep], (what & 255)[keep], (what >> 8)[keep], since, until, tiles, words[:, 3][keep],
     )  # fmt: skip
 
 

@@ -16,14 +16,19 @@ from prime_kernels.timeline import records as rec
 from prime_kernels.timeline.records import LANES, Timeline
 
 # States of the tensor cores, in the order in which one hides another.
-STATES = ("multiply", "rows", "operands", "activations", "epilogue", "tile list", "start", "tail", "no rows", "other")
-MULTIPLY, ROWS, OPERANDS, ACTIVATIONS, EPILOGUE, TILE_LIST, START, TAIL, NO_ROWS, OTHER = range(len(STATES))
+STATES = (
+    "multiply", "peers", "rows", "operands", "activations", "epilogue", "tile list", "start", "sending", "last peer",
+    "tail", "no rows", "other",
+)  # fmt: skip
+(
+    MULTIPLY, PEERS, ROWS, OPERANDS, ACTIVATIONS, EPILOGUE, TILE_LIST, START, SENDING, LAST_PEER, TAIL, NO_ROWS, OTHER,
+) = range(len(STATES))  # fmt: skip
 # States of the warps that load and copy.
-HELPERS = ("waits for rows", "copies", "waits for a free stage", "idle")
+HELPERS = ("waits for a peer", "waits for rows", "copies", "sends", "waits for a free stage", "idle")
 
 _TILE, _STALL, _STORE, _INPUT, _LIST, _SKIP = range(6)  # of a math warpgroup
-_LOADER_ROWS, _LOADER_FREE, _COPYING, _SCHEDULE_ROWS = 12, 13, 14, 15
-_FLAGS = 16
+_LOADER_ROWS, _LOADER_FREE, _COPYING, _SCHEDULE_ROWS, _PEER, _SENDING = range(12, 18)
+_FLAGS = 18
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,8 @@ def _flags(timeline: Timeline) -> tuple[Tensor, Tensor]:
     mark(loader & (detail == rec.STAGE_FREE), _LOADER_FREE)
     mark((lane == rec.SCHEDULER) & waits & (detail == rec.INPUT), _SCHEDULE_ROWS)
     mark(event == rec.COPY, _COPYING)
+    mark(event == rec.PUSH, _SENDING)
+    mark(waits & ((detail == rec.PEER_READY) | (detail == rec.PEER_DONE)), _PEER)
     return torch.cat(index), torch.cat(flag)
 
 
@@ -109,8 +116,18 @@ def _busy_bounds(timeline: Timeline) -> tuple[Tensor, Tensor]:
     return torch.where(last > 0, first, 0), last
 
 
-def _state(up: Tensor, time: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """[stretches] state, from the flags that are up, the time and the CTA's first and last work."""
+def _peer_done(timeline: Timeline) -> tuple[int, int]:
+    """When the launch's last CTA waited for peers to be done; equal where it did not."""
+    mask = (timeline.event == rec.WAIT) & (timeline.detail == rec.PEER_DONE)
+    if not bool(mask.any()):
+        return 0, 0
+    return int(timeline.since[mask].min()), int(timeline.until[mask].max())
+
+
+def _state(up: Tensor, time: Tensor, bounds: tuple[Tensor, Tensor], done: tuple[int, int]) -> Tensor:
+    """[stretches] state, from the flags that are up, the time, the CTA's first and last work, and the time in which
+    the launch waited for peers to be done."""
+    first, last = bounds
     one, two = up[:, 0:6], up[:, 6:12]
     product = (one[:, _TILE] & ~one[:, _STALL]) | (two[:, _TILE] & ~two[:, _STALL])
     stall = (one[:, _TILE] & one[:, _STALL]) | (two[:, _TILE] & two[:, _STALL])
@@ -119,6 +136,8 @@ def _state(up: Tensor, time: Tensor, first: Tensor, last: Tensor) -> Tensor:
     for mask, name in (
         (either[:, _SKIP], NO_ROWS),
         (time >= last, TAIL),
+        ((time >= last) & up[:, _SENDING], SENDING),
+        ((time >= last) & (time >= done[0]) & (time < done[1]), LAST_PEER),
         (time < first, START),
         (either[:, _LIST] & (time >= first) & (time < last), TILE_LIST),
         (either[:, _STORE], EPILOGUE),
@@ -127,9 +146,11 @@ def _state(up: Tensor, time: Tensor, first: Tensor, last: Tensor) -> Tensor:
         (either[:, _LIST] & up[:, _SCHEDULE_ROWS], ROWS),
         (stall, OPERANDS),
         (stall & up[:, _LOADER_ROWS], ROWS),
-        (product, MULTIPLY),
     ):
         state[mask] = name
+    # Nothing has come yet, and what this CTA itself is to bring is not to be had.
+    state[((state == START) | (state == ROWS)) & up[:, _PEER]] = PEERS
+    state[product] = MULTIPLY
     return state
 
 
@@ -145,11 +166,13 @@ def sweep(timeline: Timeline) -> Sweep:
     cta = timeline.lane[index] // len(LANES)
     since, until = timeline.since[index].clamp(0, span), timeline.until[index].clamp(0, span)
     first, last = _busy_bounds(timeline)
-    every = torch.arange(ctas)
-    # Two marks of every CTA raise no flag: its first and its last work. One more opens it.
-    cut = torch.cat([every * stride, every * stride + first, every * stride + last.clamp(max=span)])
+    every = torch.arange(ctas) * stride
+    done = _peer_done(timeline)
+    # Marks of every CTA that raise no flag: its first and last work, the wait for peers' end; the first opens it.
+    ends = (every + min(at, span) for at in done)
+    cut = torch.cat([every, every + first, every + last.clamp(max=span), *ends])
     at = torch.cat([cta * stride + since, cta * stride + until, cut])
-    nothing = torch.zeros(3 * ctas, dtype=torch.int64)
+    nothing = torch.zeros(len(cut), dtype=torch.int64)
     change = torch.cat([torch.ones_like(flag), -torch.ones_like(flag), nothing])
     column = torch.cat([flag, flag, nothing])
     points, inverse = torch.unique(at, return_inverse=True)
@@ -160,12 +183,14 @@ def sweep(timeline: Timeline) -> Sweep:
     time = points - owner * stride
     # The last stretch of a CTA ends with the launch.
     length = torch.minimum(torch.cat([points[1:], torch.tensor([ctas * stride])]), owner * stride + span) - points
-    state = _state(up, time, first[owner], last[owner])
+    state = _state(up, time, (first[owner], last[owner]), done)
     helper = torch.full_like(state, HELPERS.index("idle"))
     helper[up[:, _LOADER_FREE]] = HELPERS.index("waits for a free stage")
     helper[up[:, _SCHEDULE_ROWS]] = HELPERS.index("waits for rows")
+    helper[up[:, _SENDING]] = HELPERS.index("sends")
     helper[up[:, _COPYING]] = HELPERS.index("copies")
     helper[up[:, _LOADER_ROWS]] = HELPERS.index("waits for rows")
+    helper[up[:, _PEER]] = HELPERS.index("waits for a peer")
     return Sweep(ctas, span, points, length, state, helper, stride)
 
 
@@ -177,9 +202,27 @@ def copied_bytes(timeline: Timeline, row_bytes: int, edges: Tensor) -> Tensor:
         row_bytes: Of one row.
         edges: [bins + 1] ns since the launch began, ascending.
     """
-    copies = timeline.event == rec.COPY
-    since, until = timeline.since[copies].double(), timeline.until[copies].double()
-    rate = 2.0 * rec.COPY_ROWS * row_bytes / (until - since).clamp(min=1.0)
+    copies = (timeline.event == rec.COPY).nonzero().squeeze(1)
+    return _spread(timeline, copies, torch.full((len(copies),), 2.0 * rec.COPY_ROWS * row_bytes), edges)
+
+
+def remote_bytes(timeline: Timeline, event: int, row_bytes: int, edges: Tensor) -> Tensor:
+    """[bins] bytes that went from one rank to another between neighbouring edges.
+
+    Args:
+        timeline: One launch.
+        event: COPY for what was pulled, PUSH for what was sent.
+        row_bytes: Of one row.
+        edges: [bins + 1] ns since the launch began, ascending.
+    """
+    moves = ((timeline.event == event) & (timeline.remote > 0)).nonzero().squeeze(1)
+    return _spread(timeline, moves, timeline.remote[moves].double() * row_bytes, edges)
+
+
+def _spread(timeline: Timeline, moves: Tensor, amount: Tensor, edges: Tensor) -> Tensor:
+    """[bins] bytes between neighbouring edges, of intervals that each move an amount evenly."""
+    since, until = timeline.since[moves].double(), timeline.until[moves].double()
+    rate = amount.double() / (until - since).clamp(min=1.0)
     order = torch.argsort(at := torch.cat([since, torch.maximum(until, since + 1)]))
     at, rates = at[order], torch.cumsum(torch.cat([rate, -rate])[order], 0)
     if not len(at):

@@ -13,22 +13,27 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from prime_kernels.timeline import records as rec
-from prime_kernels.timeline.floor import PEAK_FLOPS, padded_flops
+from prime_kernels.timeline.floor import PEAK_FLOPS
 from prime_kernels.timeline.states import STATES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from prime_kernels.timeline.call import Launch, Pass
     from prime_kernels.timeline.records import Timeline
 
 ALLOWED_REST = 0.05  # of the distance, that the causes may miss
 TOP_WAITS = 5
 _CAUSES = {
+    "peers": "tensor cores idle: a peer is not ready",
     "rows": "tensor cores idle: rows still being copied",
     "operands": "tensor cores idle: operands on their way from memory",
     "activations": "tensor cores idle: saved activations for the epilogue",
     "epilogue": "tensor cores idle: both warpgroups in the epilogue",
     "tile list": "tensor cores idle: waiting for the next tile",
     "start": "start of launches: before an SM's first tile",
+    "sending": "end of launches: results on their way to peers",
+    "last peer": "end of launches: a peer is not done",
     "tail": "end of launches: an SM is done before the last one",
     "no rows": "tiles without rows for an SM",
     "other": "between recorded intervals",
@@ -68,9 +73,9 @@ class Summary:
 
     Attributes:
         ms: The traced pass.
-        normal_ms: Medians of the normal build's launches, added up.
+        normal_ms: The same of the normal build, from medians.
         floor_ms: What it cannot be faster than.
-        bound: "arithmetic" or "memory": which floor that is.
+        bound: "arithmetic", "memory" or "transport": which floor that is.
         causes: Parts of `ms - floor_ms`, the largest first.
         roles: Shares.
         waits: The things waited for longest, longest first.
@@ -110,7 +115,7 @@ class Summary:
         return sum(cause.ms for cause in self.causes) / gap if gap else 1.0
 
 
-def _roles(timelines: list[Timeline]) -> tuple[tuple[Share, ...], tuple[Waited, ...]]:
+def _roles(timelines: list[Timeline], ranks: int) -> tuple[tuple[Share, ...], tuple[Waited, ...]]:
     alive = dict.fromkeys(rec.ROLES, 0.0)
     whole, lanes = dict.fromkeys(rec.ROLES, 0.0), dict.fromkeys(rec.ROLES, 0.0)
     waited: dict[tuple[str, int], list[float]] = {}
@@ -120,7 +125,7 @@ def _roles(timelines: list[Timeline]) -> tuple[tuple[Share, ...], tuple[Waited, 
         for number, role in enumerate(rec.ROLES):
             alive[role] += float((timeline.end - timeline.begin)[:, number].sum())
             whole[role] += float(timeline.span_ns) * timeline.ctas
-            lanes[role] += timeline.ctas / len(timelines)
+            lanes[role] += timeline.ctas * ranks / len(timelines)
             waits = (lane == number) & (timeline.event == rec.WAIT)
             for what in torch.unique(timeline.detail[waits]).tolist():
                 mine = waits & (timeline.detail == what)
@@ -139,11 +144,12 @@ def _roles(timelines: list[Timeline]) -> tuple[tuple[Share, ...], tuple[Waited, 
     return tuple(shares), tuple(sorted(things, key=lambda thing: -thing.ms)[:TOP_WAITS])
 
 
-def _launch_causes(launch: Launch, flops: float, into: dict[str, float]) -> None:
-    """Add what one launch contributes; with the ideal time of its arithmetic it is the time between its events."""
+def _launch_causes(launch: Launch, flops: float, ranks: int, into: dict[str, float]) -> None:
+    """Add what one launch contributes; with the ideal time of its arithmetic it is the time between its events. Of
+    several ranks each has its part of the SMs, and their mean is what counts."""
 
     def add(name: str, ms: float) -> None:
-        into[name] = into.get(name, 0.0) + ms
+        into[name] = into.get(name, 0.0) + ms / ranks
 
     if launch.sweep is None:
         add(f"launches without products: {launch.name}", launch.ms)
@@ -151,7 +157,10 @@ def _launch_causes(launch: Launch, flops: float, into: dict[str, float]) -> None
     spent = dict(zip(STATES, (launch.sweep.total_ns() * 1e-6).tolist(), strict=True))
     for state, name in _CAUSES.items():
         add(name, spent[state])
-    add("tensor cores busy, but slower than the floor's 700 TFLOP/s", spent["multiply"] - flops / PEAK_FLOPS * 1e3)
+    add(
+        "tensor cores busy, but slower than the floor's 700 TFLOP/s",
+        spent["multiply"] - flops * ranks / PEAK_FLOPS * 1e3,
+    )
     add("before and after launches: the device's own time for them", launch.ms - launch.sweep.span_ns * 1e-6)
 
 
@@ -163,18 +172,21 @@ def summarise(call: Pass) -> Summary:
     """
     causes: dict[str, float] = {}
     for launch in call.launches:
-        _launch_causes(launch, padded_flops(launch.name, call.config, call.counts), causes)
+        _launch_causes(launch, call.flops(launch), call.ranks, causes)
+    if call.whole_ms is not None:
+        launched_ms = sum(launch.ms for launch in call.launches) / call.ranks
+        causes["a rank is done before the last one, or begins later"] = call.ms - launched_ms
     floor = call.floor
-    if floor.memory_ms > floor.arithmetic_ms:
-        causes["memory floor above the arithmetic one"] = floor.arithmetic_ms - floor.memory_ms
+    if floor.ms > floor.arithmetic_ms:
+        causes[f"{floor.bound} floor above the arithmetic one"] = floor.arithmetic_ms - floor.ms
     timelines = [launch.timeline for launch in call.launches if launch.timeline is not None]
-    roles, waits = _roles(timelines)
+    roles, waits = _roles(timelines, call.ranks)
     slower = [it.profile_ms / it.normal_ms - 1 for it in call.launches if it.raw is not None and it.normal_ms]
     return Summary(
         ms=call.ms,
-        normal_ms=sum(launch.normal_ms for launch in call.launches),
+        normal_ms=call.normal_ms,
         floor_ms=floor.ms,
-        bound="memory" if floor.memory_ms > floor.arithmetic_ms else "arithmetic",
+        bound=floor.bound,
         causes=tuple(sorted((Cause(*it) for it in causes.items()), key=lambda cause: -cause.ms)),
         roles=roles,
         waits=waits,
@@ -184,15 +196,38 @@ def summarise(call: Pass) -> Summary:
     )
 
 
+def _group(call: Pass) -> tuple[str, str]:
+    """What the heading and the line about the floor say about several ranks."""
+    if call.ranks == 1:
+        return "", ""
+    pace = "" if call.pacing_gb_s is None else f" at {call.pacing_gb_s:g} GB/s"
+    return f" on each of {call.ranks} virtual ranks{pace}", f", {call.link_bytes / 1e6:.0f} MB over the busiest link"
+
+
+def _launch_lines(call: Pass) -> Iterator[str]:
+    """The table of launches; times are means over ranks."""
+    yield "  launch               normal ms  recording ms  slower   TFLOP/s (padded)"
+    each = len(call.launches) // call.ranks
+    for index, first in enumerate(call.launches[:each]):
+        alike = call.launches[index::each]
+        normal_ms = sum(it.normal_ms for it in alike) / call.ranks
+        profile_ms = sum(it.profile_ms for it in alike) / call.ranks
+        rate = sum(call.flops(it) for it in alike) / (normal_ms or 1) * 1e-9
+        excess = profile_ms / (normal_ms or 1) - 1
+        times = f"  {first.name:<20} {normal_ms:9.3f} {profile_ms:13.3f}"
+        yield times + (f" {excess:+7.1%} {rate:10.0f}" if first.raw is not None else "")
+
+
 def text(call: Pass, summary: Summary) -> str:
     """The summary as lines for people, without a last line break."""
     config = call.config
+    ranks, link = _group(call)
     lines = [
-        f"{call.direction} of {call.tokens} tokens, {config.num_experts} experts of {config.hidden} x "
+        f"{call.direction} of {call.tokens} tokens{ranks}, {config.num_experts} experts of {config.hidden} x "
         f"{config.intermediate}, top-{config.topk}, on {call.device}",
         f"  {summary.ms:8.3f} ms traced; {summary.normal_ms:.3f} ms in the normal build; "
         f"slowest recording launch {summary.slowdown:+.1%}; clock tick {summary.tick_ns} ns",
-        f"  {summary.floor_ms:8.3f} ms floor ({summary.bound}: padded FLOP at 700 TFLOP/s, bytes at 4.0 TB/s)",
+        f"  {summary.floor_ms:8.3f} ms floor ({summary.bound}: padded FLOP at 700 TFLOP/s, bytes at 4.0 TB/s{link})",
         f"  {summary.gap_ms:8.3f} ms above it, of which the causes below explain {summary.accounted:.1%} "
         f"({summary.accounted_normal:.1%} of the normal build's {summary.normal_ms - summary.floor_ms:.3f} ms):",
     ]
@@ -206,12 +241,7 @@ def text(call: Pass, summary: Summary) -> str:
         f"    {it.ms:8.3f} ms  {it.share:6.1%}  {it.role} waits for {it.what} ({it.times} times)"
         for it in summary.waits
     ]
-    lines.append("  launch          normal ms  recording ms  slower   TFLOP/s (padded)")
-    for launch in call.launches:
-        rate = padded_flops(launch.name, config, call.counts) / (launch.normal_ms or 1) * 1e-9
-        times = f"  {launch.name:<15} {launch.normal_ms:9.3f} {launch.profile_ms:13.3f}"
-        excess = launch.profile_ms / (launch.normal_ms or 1) - 1
-        lines.append(times + (f" {excess:+7.1%} {rate:10.0f}" if launch.raw is not None else ""))
+    lines += _launch_lines(call)
     if abs(summary.accounted - 1) > ALLOWED_REST:
         lines.append(f"  the causes miss the distance by more than {ALLOWED_REST:.0%}: do not trust them")
     if summary.lost:

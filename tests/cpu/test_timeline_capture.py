@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
-import struct
 from typing import Any
 
 import pytest
@@ -17,77 +14,18 @@ from prime_kernels.errors import LaunchError, UnsupportedConfig
 from prime_kernels.moe import cuda_launch
 from prime_kernels.timeline import capture, summary
 from prime_kernels.timeline import records as rec
-from tests.helpers.fake_loader import FakeLoader, Seen
+from tests.helpers.fake_capture import Recorder
+from tests.helpers.fake_loader import Seen
 
 CONFIG = MegaMoEConfig(num_experts=4, topk=2, hidden=128, intermediate=64, max_tokens_per_rank=96)
 FORWARD = ["plan", "gate_up", "down", "combine"]
 BACKWARD = ["prepare", "down_grad", "gate_up_grad", "wgrad", "combine"]
-BASE = 5_000_000_000
-
-
-class Recorder(FakeLoader):
-    """Launches of the recording build fill their buffers: one tile on every CTA, 1 ms long."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rooms: list[tuple[str, int, int, int]] = []
-        self.gives_up = ""
-
-    def _launch(self, address: int) -> int:
-        status = super()._launch(address)
-        seen = self.seen[-1]
-        if self.gives_up and seen.kernel.spec.key.startswith(self.gives_up):
-            ctypes.c_uint32.from_address(seen.values()["fault"]).value = 1
-        if seen.kernel.spec.key.endswith("|profile"):
-            self._record(seen)
-        return status
-
-    def _record(self, seen: Seen) -> None:
-        fault = seen.values()["fault"]
-        at = ctypes.c_uint64.from_address(fault + 24).value
-        if at == 0:
-            return
-        room, ctas = (ctypes.c_uint32.from_address(at + offset).value for offset in (0, 4))
-        self.rooms.append((seen.kernel.spec.key, at, room, ctas))
-        for index in range(ctas * len(rec.LANES)):
-            lane = at + rec.HEAD_BYTES + index * (rec.LANE_BYTES + room * rec.RECORD_BYTES)
-            cta, number = divmod(index, len(rec.LANES))
-            data = struct.pack("<QQIIQ", BASE, BASE + 1_000_000, cta, 2 * (number == 4), 0)
-            if number == 4:
-                data += struct.pack("<8I", BASE & 0xFFFFFFFF, 1_000_000, rec.MULTIPLY, 0, 0, 0, 0, 8 << 8 | 128)
-            ctypes.memmove(lane, data, len(data))
-
-
-class Event:
-    """Counts instead of measuring: an event is 2 ms behind the one before."""
-
-    now = 0
-
-    def __init__(self, **_: Any) -> None:
-        self.at = 0
-
-    def record(self) -> None:
-        Event.now += 2
-        self.at = Event.now
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, other: Event) -> float:
-        return float(other.at - self.at)
 
 
 @pytest.fixture
 def loader(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
-    made.stand_in(monkeypatch)
-    monkeypatch.setattr(capture, "load_kernel", made.load_kernel)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    stream = type("Stream", (), {"cuda_stream": 7})
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    made.trace_with(monkeypatch)
     return made
 
 
@@ -178,6 +116,6 @@ def test_the_verb_traces_both_directions(
 
 def test_the_launches_are_those_of_the_backend(loader: Recorder) -> None:
     steps, work_bytes = capture._steps("backward", CONFIG, 96, 0)
-    assert [capture._name(step) for step in steps] == BACKWARD
+    assert [capture.launch_name(step) for step in steps] == BACKWARD
     assert work_bytes > 0
     assert cuda_launch.sm_count(0) == 132

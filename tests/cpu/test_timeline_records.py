@@ -24,8 +24,8 @@ from tests.host_cxx import compile
 def test_the_layout_is_that_of_the_kernels() -> None:
     text = (KERNELS / "profile" / "timeline.cuh").read_text()
     events = {name: int(value) for name, value in re.findall(r"\bk(\w+) = (\d+)", text.split("enum class Event")[1])}
-    names = ("Wait", "Multiply", "Skip", "Epilogue", "Copy")
-    assert [events[name] for name in names] == [rec.WAIT, rec.MULTIPLY, rec.SKIP, rec.EPILOGUE, rec.COPY]
+    names = ("Wait", "Multiply", "Skip", "Epilogue", "Copy", "Push")
+    assert [events[name] for name in names] == [rec.WAIT, rec.MULTIPLY, rec.SKIP, rec.EPILOGUE, rec.COPY, rec.PUSH]
     assert f"kTimelineLanes = {len(rec.LANES)};" in text
     assert f"return end(begin, Event::kCopy, row / {rec.COPY_ROWS});" in text
     waits = dict(
@@ -33,6 +33,8 @@ def test_the_layout_is_that_of_the_kernels() -> None:
     )
     found = [int(waits[name]) for name in ("TileFull", "TileFree", "StageFull", "StageFree", "Input")]
     assert found == [rec.TILE_FULL, rec.TILE_FREE, rec.STAGE_FULL, rec.STAGE_FREE, rec.INPUT]
+    of_peers = [int(waits[name]) for name in ("PeerReady", "PeerDone", "FirstCopy")]
+    assert of_peers == [rec.PEER_READY, rec.PEER_DONE, rec.FIRST_COPY]
     assert sorted(rec.WAITS) == sorted(int(value) for name, value in waits.items() if name != "None")
 
 
@@ -154,6 +156,9 @@ def test_every_state_is_told_from_the_others() -> None:
         "tail": 300,
         "no rows": 50,
         "other": 60,
+        "peers": 0,
+        "sending": 0,
+        "last peer": 0,
     }
     assert sum(found.values()) == 1000
 
@@ -167,7 +172,7 @@ def test_two_ctas_are_averaged_and_an_idle_one_counts() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 5), st.integers(0, 900), st.integers(0, 200)),
+        st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(0, 10), st.integers(0, 900), st.integers(0, 200)),
         max_size=40,
     )
 )

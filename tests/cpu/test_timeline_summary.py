@@ -156,5 +156,5 @@ def test_a_file_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(calls, "SCHEMA", 7)
     calls.save(tmp_path / "x", busy_pass())
     monkeypatch.undo()
-    with pytest.raises(UnsupportedConfig, match="schema 7, need 1"):
+    with pytest.raises(UnsupportedConfig, match="schema 7, need 1 or 2"):
         calls.load(tmp_path / "x")

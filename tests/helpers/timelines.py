@@ -26,8 +26,8 @@ class Lane:
     end: int = 0
     rows: list[bytes] = field(default_factory=list)
 
-    def put(self, since: int, until: int, event: int, detail: int = 0) -> Lane:
-        self.rows.append(struct.pack("<IIII", BASE + since & 0xFFFFFFFF, until - since, event | detail << 8, 0))
+    def put(self, since: int, until: int, event: int, detail: int = 0, remote: int = 0) -> Lane:
+        self.rows.append(struct.pack("<IIII", BASE + since & 0xFFFFFFFF, until - since, event | detail << 8, remote))
         self.end = max(self.end, until)
         return self
 
@@ -105,3 +105,28 @@ def busy_pass(direction: str = "forward", **options: int) -> Pass:
     sms = int(first.raw.heads.shape[0]) // len(rec.LANES) if first.raw is not None else 0
     counts = (300, 0, 500, 224)
     return Pass(direction, "a GPU", sms, LAYER, 512, counts, (plain[0], first, second, plain[1]))
+
+
+def busy_ranks(direction: str = "forward", ranks: int = 2, pacing_gb_s: float | None = 50.0) -> Pass:
+    """A pass of virtual ranks, in which copying warps pull from peers, wait for them, and send."""
+    launches = []
+    for rank in range(ranks):
+        start = 100 + 40 * rank
+        launches.append(Launch("plan_peers", 0.01, 0.01, 0.01, None, rank))
+        for name, at in (("gate_up_peers", start), ("down_peers", start + 4000)):
+            made = [busy_cta(at + 7 * number, 5, at + number) for number in range(3)]
+            for cta in made:
+                end = cta[4].end
+                cta[3].wait(at * 32, (at + 30) * 32, rec.PEER_READY)
+                cta[3].put((at + 30) * 32, (at + 80) * 32, rec.COPY, 1, remote=6)
+                cta[3].put(end - 64, end + 320, rec.PUSH, 2, remote=5)
+            if name == "down_peers":
+                made[0][0].wait(end + 320, end + 640, rec.PEER_DONE)
+            raw = rec.used(buffer(made, sms=[2 * number + rank for number in range(3)]))
+            ms = rec.parse(raw).span_ns * 1e-6 + 0.002
+            launches.append(Launch(name, ms, ms * 0.98, ms, raw, rank))
+        launches.append(Launch("combine", 0.02, 0.02, 0.02, None, rank))
+    each = len(launches) // ranks
+    whole = max(sum(it.ms for it in launches[rank * each :][:each]) for rank in range(ranks)) + 0.003
+    facts = {"ranks": ranks, "pacing_gb_s": pacing_gb_s, "link_bytes": 10_000_000, "whole_ms": (whole, whole * 0.98)}
+    return Pass(direction, "a GPU", 3 * ranks, LAYER, 512, (300, 0, 500, 224), tuple(launches), **facts)

@@ -151,7 +151,7 @@ CASE(every_tile_of_every_warpgroup_is_recorded_in_order) {
                 if (event != Event::kMultiply && event != Event::kSkip) continue;
                 const Record& tile = buffer.records(cta, lane)[++i];
                 const u32 row = tile.begin_lo_ns;
-                const u32 valid = tile.reserved & 255, k_steps = tile.reserved >> 8;
+                const u32 valid = tile.remote & 255, k_steps = tile.remote >> 8;
                 const u32 wg = lane - 4;
                 CHECK(k_steps == l.hidden / 64, "%u steps", k_steps);
                 CHECK((valid > wg * 64) == (event == Event::kMultiply), "%u rows", valid);

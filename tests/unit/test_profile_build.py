@@ -16,8 +16,8 @@ from prime_kernels.moe.cuda_variants import gemm_key
 
 VARIANTS = {variant.key: variant for variant in read_variants()}
 OPS = ("gate_up", "down", "down_grad", "gate_up_grad", "wgrad_bf16", "wgrad_f32")
+PEER_OPS = ("gate_up_peers", "down_peers", "down_grad_peers", "gate_up_grad_peers", "forward")
 LAYER = MegaMoEConfig(num_experts=8, topk=2, hidden=128, intermediate=64, max_tokens_per_rank=64)
-AMONG_PEERS = "forward|bf16|swiglu|t128x256x64|s4|c2"  # has hooks too, and no twin yet
 HOOKS = KERNELS / "profile" / "timeline.cuh"
 
 needs_compiler = pytest.mark.skipif(
@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPS + PEER_OPS)
 def test_every_gemm_of_a_layer_has_a_twin_that_differs_in_one_line(op: str) -> None:
     plain = VARIANTS[gemm_key(op, LAYER)]
     twin = VARIANTS[f"{plain.key}|profile"]
@@ -82,7 +82,7 @@ MARKS = ("%smid", "%globaltimer_lo")
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [*(gemm_key(op, LAYER) for op in OPS), AMONG_PEERS])
+@pytest.mark.parametrize("key", [gemm_key(op, LAYER) for op in OPS + PEER_OPS])
 def test_the_normal_build_is_that_of_sources_without_the_hooks(key: str, tmp_path: Path) -> None:
     stripped = without_hooks(tmp_path / "sources")
     assert "timeline" not in "".join(path.read_text().lower() for path in stripped.rglob("*.cuh"))
@@ -93,6 +93,7 @@ def test_the_normal_build_is_that_of_sources_without_the_hooks(key: str, tmp_pat
 
 @needs_compiler
 @pytest.mark.slow
-def test_the_recording_build_records(tmp_path: Path) -> None:
-    text = ptx_of(f"{gemm_key('down', LAYER)}|profile", KERNELS, tmp_path / "profile")
+@pytest.mark.parametrize("op", ["down", "down_peers"])
+def test_the_recording_build_records(op: str, tmp_path: Path) -> None:
+    text = ptx_of(f"{gemm_key(op, LAYER)}|profile", KERNELS, tmp_path / "profile")
     assert all(mark in text for mark in MARKS)
