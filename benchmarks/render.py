@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn result records into benchmarks/RESULTS.md and the table of the README: `python benchmarks/render.py`.
 
-`--check` writes nothing and fails when a file is not what the records say. `--plot FILE.png` draws the newest figures.
+`--check` writes nothing and fails when a file is not what the records say. `--plots` draws what there are records for.
 Numbers in those places come from here and from nowhere else.
 """
 
@@ -20,13 +20,14 @@ from benchmarks import records  # noqa: E402  (after the path of the package)
 
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 README = ROOT / "README.md"
+IMAGES = ROOT / "docs" / "images"
 BEGIN, END = "<!-- performance:begin -->", "<!-- performance:end -->"
 MAX_SPREAD = 0.05
 EMPTY = "no measurement recorded yet"
 # What makes two records measurements of the same thing; the newer one counts.
 SAME = (
-    "gpu", "op", "shape", "ep", "virtual_ranks", "tokens", "precision", "routing", "save", "backend", "engine",
-    "ablation", "main_grad", "wgrad_dtype", "reserve_sms", "num_sms", "arm", "documents",
+    "gpu", "op", "shape", "ep", "virtual_ranks", "pacing_GBs", "tokens", "precision", "routing", "save", "backend",
+    "engine", "ablation", "main_grad", "wgrad_dtype", "reserve_sms", "num_sms", "arm", "documents",
 )  # fmt: skip
 CAVEATS = """\
 ## Where these numbers stop meaning anything
@@ -166,32 +167,6 @@ def replace_between(text: str, begin: str, end: str, inner: str) -> str:
     return f"{before}{begin}\n{inner}\n{end}{rest.split(end)[1]}"
 
 
-def plot(found: list[dict[str, Any]], path: Path) -> None:
-    """Bars of the newest figures against their baselines.
-
-    Raises:
-        ImportError: matplotlib is not installed (extra "plot").
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [record for record in newest(found) if record["baseline_ms"] is not None]
-    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.5 * len(rows)))
-    for place, record in enumerate(rows):
-        axes.barh(place - 0.2, record["ms"], height=0.4, color="tab:blue", label="this package" if not place else None)
-        axes.barh(place + 0.2, record["baseline_ms"], height=0.4, color="0.7", label="unfused" if not place else None)
-    axes.set_yticks(range(len(rows)), [f"{r['shape']} {r['op']} ep {r['ep']} T {r['tokens']}" for r in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds per call (median)")
-    if rows:
-        axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def _unfused(record: dict[str, Any]) -> str:
     """The baseline's time, and on one GPU what it takes without its exchange."""
     local = record.get("local_baseline_ms")
@@ -207,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="render.py", description=__doc__)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    parser.add_argument("--plots", type=Path, nargs="?", const=IMAGES, metavar="FOLDER", help="draw; docs/images")
     args = parser.parse_args(argv)
     found = records.read_records(args.results)
     wanted = {
@@ -219,8 +194,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{path.relative_to(ROOT)} {'differs from the records' if args.check else 'written'}")
         if not args.check:
             path.write_text(wanted[path])
-    if args.plot is not None:
-        plot(found, args.plot)
+    if args.plots is not None:
+        from benchmarks import plots  # needs the extra "plot"
+
+        for path in plots.write(newest(found), args.plots):
+            print(f"{path} written")
     return 1 if args.check and different else 0
 
 

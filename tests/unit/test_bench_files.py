@@ -122,9 +122,3 @@ def test_text_between_markers_is_replaced_once() -> None:
 
 def test_the_pages_in_the_repository_are_what_the_records_say() -> None:
     assert render.main(["--check"]) == 0
-
-
-def test_a_plot_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason='needs the extra "plot"')
-    render.plot([make_record(), make_record(op="backward")], tmp_path / "bars.png")
-    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
