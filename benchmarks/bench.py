@@ -24,7 +24,7 @@ if str(ROOT) not in sys.path:
 import torch  # noqa: E402  (after the path of the package)
 from torch import Tensor  # noqa: E402
 
-from benchmarks import numerics, records, routing, stamp, telemetry, timing  # noqa: E402
+from benchmarks import numerics, records, routing, stamp, telemetry, timing, virtual  # noqa: E402
 from benchmarks.baselines import LOCAL_RECIPE, RECIPE, Arm, local_recipe_arm, package_arm, recipe_arm  # noqa: E402
 from benchmarks.cost import Shape, tflops  # noqa: E402
 from benchmarks.place import Place, process_group  # noqa: E402
@@ -58,6 +58,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--virtual-ranks", type=int, default=0, metavar="R", help="ranks of one GPU; --tokens is of each"
     )
     parser.add_argument("--pacing", type=float, metavar="GB/s", help="of every virtual rank's link, each way")
+    parser.add_argument("--ablation", choices=["chained", "only-moves"], help="see virtual.py")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warmups", type=int, default=5)
@@ -71,6 +72,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name in args.shapes.split(","):
         if name not in known:
             parser.error(f"shape {name!r} is not one of {', '.join(known)}")
+    if problem := virtual.ablation_problem(args):
+        parser.error(problem)
     if args.record and args.device != "cuda":
         parser.error("records are of GPUs; --record needs --device cuda")
     return args
@@ -319,7 +322,7 @@ def configuration(
         "cubin": getattr(getattr(target.runtime, "implementation", None), "cubin_digest", None),
         "backend": target.backend,
         "engine": target.engine,
-        "ablation": None,
+        "ablation": args.ablation,
         "main_grad": False,
         "wgrad_dtype": args.wgrad_dtype,
         "reserve_sms": args.reserve_sms,

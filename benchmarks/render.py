@@ -89,7 +89,7 @@ def results_table(found: list[dict[str, Any]]) -> str:
             f"{record['tflops']:.0f}{share}",
             _number(record["sustained_ms"], ".3f"),
             f"{_number(record['clock_mhz'], '.0f')}, {_number(record['power_w'], '.0f')}",
-            f"{max(record['rel_err'].values()):.1e}",
+            _number(max(record["rel_err"].values(), default=None), ".1e"),
             _number(record["peak_mib"], ".0f"),
             record["commit"][:12] + (" dirty" if record["dirty"] else ""),
         ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench.py's runs with virtual ranks: against one rank that has all tokens, in turns."""
+"""bench.py's runs with virtual ranks: against one rank that has all tokens, in turns; with `--ablation`, what of it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from typing import Any
 
 import torch
 
-from benchmarks import bench, timing
+from benchmarks import bench, numerics, timing
 from benchmarks.baselines import package_arm
 from benchmarks.place import Place
-from benchmarks.virtual import VirtualRanks
+from benchmarks.virtual import VirtualRanks, ablated
 
 
 def run_virtual(args: argparse.Namespace, shape: Any, tokens: int, place: Place) -> list[dict[str, Any]]:
     """Check and time one shape at `tokens` per virtual rank; returns records without stamp fields."""
+    with ablated(args.ablation):
+        return _run(args, shape, tokens, place)
+
+
+def _run(args: argparse.Namespace, shape: Any, tokens: int, place: Place) -> list[dict[str, Any]]:
     import prime_kernels
 
     ranks, total = args.virtual_ranks, tokens * args.virtual_ranks
@@ -33,8 +38,10 @@ def run_virtual(args: argparse.Namespace, shape: Any, tokens: int, place: Place)
     world = VirtualRanks(config, ranks=ranks, pacing_gb_s=args.pacing, device=place.device)
     alone = package_arm("cuda", shape, tokens=total, device=place.device, group=None, **options)
     pace = f"{args.pacing} GB/s" if args.pacing else "no pace"
-    place.say(f"\n{shape.name} virtual ranks={ranks} tokens={tokens} of each, {pace}, routing={args.routing}")
-    verdict = world.check(batches[0])
+    what = f", ablation {args.ablation}" if args.ablation else ""
+    place.say(f"\n{shape.name} virtual ranks={ranks} tokens={tokens} of each, {pace}, routing={args.routing}{what}")
+    # Transport alone has no results that could be right.
+    verdict = numerics.Verdict() if args.ablation == "only-moves" else world.check(batches[0])
     verdict.problems += bench.check_arm(alone, batches[0], place).problems
     problem = world.pace_problem(batches[0])
     if problem is not None:
@@ -68,7 +75,7 @@ def _record(
     times = timing.measure(variants, device=place.device, rounds=args.rounds, warmups=args.warmups, group=None)
     took, one = times["virtual"], times[alone.name]
     rows = int((batches[0].topk_ids >= 0).sum().item())
-    rate = bench.tflops(op, shape, rows, took.ms)
+    rate = 0.0 if args.ablation == "only-moves" else bench.tflops(op, shape, rows, took.ms)
     bytes_out = world.remote_bytes(batches[0])
     place.say(
         f"  {op:<17} {took.ms:8.3f} ms  p10 {took.p10:.3f}  p90 {took.p90:.3f}  {rate:.1f} TFLOP/s; one rank "

@@ -17,8 +17,39 @@ from torch import Tensor
 
 from benchmarks import numerics, timing
 
+# What differs from the layer as it comes. "chained": both GEMMs of the forward in one launch, its numerics checked.
+# "only-moves": that launch without its products, which is what transport alone takes; its results are none.
+ABLATIONS: dict[str | None, dict[str, bool]] = {
+    None: {},
+    "chained": {"chained": True},
+    "only-moves": {"chained": True, "only_moves": True},
+}
 HOST_MS_PER_RANK = 1.5  # launching a call of one rank, on a slow host
 MAX_PACE_ERROR = 0.05
+
+
+def ablation_problem(args: Any) -> str | None:
+    """Why bench.py has no such run; None when it has."""
+    if args.ablation and not args.virtual_ranks:
+        return "--ablation is of launches among peers; give --virtual-ranks"
+    if args.ablation == "only-moves" and args.ops != ["forward"]:
+        return "--ablation only-moves is of the forward alone"
+    return None
+
+
+@contextmanager
+def ablated(name: str | None) -> Iterator[None]:
+    """Launches that are prepared inside are those of this ablation."""
+    from prime_kernels.moe.cuda_peer_launch import PeerRecorder
+
+    before = {flag: getattr(PeerRecorder, flag) for flag in ("chained", "only_moves")}
+    for flag in before:
+        setattr(PeerRecorder, flag, ABLATIONS[name].get(flag, False))
+    try:
+        yield
+    finally:
+        for flag, value in before.items():
+            setattr(PeerRecorder, flag, value)
 
 
 @dataclass(frozen=True)
@@ -165,15 +196,11 @@ class VirtualRanks:
         """Why the pace of this process cannot be trusted: what transport alone takes against what its bytes say."""
         if not self.pacing_gb_s:
             return None
-        from prime_kernels.moe.cuda_peer_launch import PeerRecorder
-
         wanted_ms = self.remote_bytes(batch) / self.pacing_gb_s / 1e6
-        PeerRecorder.chained = PeerRecorder.only_moves = True
         try:
-            alone = self.fresh_calls()
-            rows = timing.kernel_times(alone.transport(batch), batch.x.device)
+            with ablated("only-moves"):
+                rows = timing.kernel_times(self.fresh_calls().transport(batch), batch.x.device)
         finally:
-            PeerRecorder.chained = PeerRecorder.only_moves = False
             self.fresh_calls()
         took_ms = sum(us / count for name, us, count in rows if name == "pk_forward") / 1e3
         if abs(took_ms / wanted_ms - 1) <= MAX_PACE_ERROR:
