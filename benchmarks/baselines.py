@@ -44,6 +44,21 @@ class Arm:
             self.runtime.close()
 
 
+def config_of(backend: str, shape: Shape, *, tokens: int, **options: Any) -> Any:
+    """The package's config of a layer of this shape."""
+    import prime_kernels
+
+    return prime_kernels.MegaMoEConfig(
+        num_experts=shape.num_experts,
+        topk=shape.topk,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        max_tokens_per_rank=tokens,
+        backend=backend,  # type: ignore[arg-type]
+        **options,
+    )
+
+
 def package_arm(
     backend: str,
     shape: Shape,
@@ -57,16 +72,7 @@ def package_arm(
     """One of the package's backends. Raises what `MegaMoERuntime.create` raises if it cannot run here."""
     import prime_kernels
 
-    config = prime_kernels.MegaMoEConfig(
-        num_experts=shape.num_experts,
-        topk=shape.topk,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        max_tokens_per_rank=tokens,
-        backend=backend,
-        engine=engine,
-        **options,
-    )
+    config = config_of(backend, shape, tokens=tokens, engine=engine, **options)
     runtime = prime_kernels.MegaMoERuntime.create(config, group=group, device=device)
 
     def layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks import bench, numerics, timing
-from benchmarks.baselines import package_arm
+from benchmarks.baselines import config_of, package_arm
 from benchmarks.place import Place
 from benchmarks.virtual import VirtualRanks, ablated
 
@@ -21,20 +21,10 @@ def run_virtual(args: argparse.Namespace, shape: Any, tokens: int, place: Place)
 
 
 def _run(args: argparse.Namespace, shape: Any, tokens: int, place: Place) -> list[dict[str, Any]]:
-    import prime_kernels
-
     ranks, total = args.virtual_ranks, tokens * args.virtual_ranks
     batches = bench.make_batches(shape, total, args.routing, place)
     options = {"save": args.save, "wgrad_dtype": bench.DTYPES[args.wgrad_dtype], "num_sms": args.num_sms}
-    config = prime_kernels.MegaMoEConfig(
-        num_experts=shape.num_experts,
-        topk=shape.topk,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        max_tokens_per_rank=tokens,
-        backend="cuda",
-        **options,
-    )
+    config = config_of("cuda", shape, tokens=tokens, **options)
     world = VirtualRanks(config, ranks=ranks, pacing_gb_s=args.pacing, device=place.device)
     alone = package_arm("cuda", shape, tokens=total, device=place.device, group=None, **options)
     pace = f"{args.pacing} GB/s" if args.pacing else "no pace"

@@ -59,7 +59,7 @@ class MegaMoEConfig:
         max_tokens_per_rank: Cap on T, tokens; T may be anything from 0 to it.
         precision: "bf16"; "fp8" (1x128 activations, 128x128 weights); "fp8_bwd" (bf16 forward); "mxfp8" (1x32).
         activation: `SwiGLU(...)`.
-        capacity_factor: Size of the local row pool in units of T*K. Routing beyond it costs time, never tokens.
+        capacity_factor: Size of the local row pool in units of T*K. Not used by "cuda": its pool holds the worst case.
         save: What forward keeps for backward: "preact", "inputs" (recompute the gate/up GEMM) or "full" (rows too).
         wgrad_dtype: dtype of weight gradients, kept by leaves and DTensor leaves. None follows the weights.
         num_sms: SMs the kernels may use. None: all but `reserve_sms`.

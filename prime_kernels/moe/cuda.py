@@ -36,7 +36,7 @@ MAX_EXPERTS = 4096  # kMaxExperts of kernels_src/moe/plan.cuh
 
 
 class CudaBackend(Backend):
-    """BF16 on Hopper; groups of up to 8 ranks, forward only."""
+    """BF16 on Hopper; one rank, or groups of up to 8."""
 
     name = "cuda"
 

@@ -13,7 +13,7 @@ import pytest
 
 from build_tools import inspect_wheel, pack, slim
 from tests.helpers.fake_cubin import fake_cubin
-from tests.helpers.wheels import as_manylinux, copy_tree, fake_packs, rewrite, run_backend
+from tests.helpers.wheels import rewrite, sound_wheel
 from tests.stub_cuda import build_stub
 
 HOST = "prime_kernels/_host/libprime_host.so"
@@ -24,12 +24,7 @@ Damage = Callable[[dict[str, bytes]], dict[str, bytes | None]]
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    packs = fake_packs(folder / "packs")
-    done = run_backend(copy_tree(folder / "tree"), f"build_wheel({str(folder)!r})", PRIME_KERNELS_PACKS=str(packs))
-    assert done.returncode == 0, done.stderr
-    (built,) = folder.glob("*.whl")
-    return as_manylinux(built, folder)
+    return sound_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def members(wheel: Path) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ import pytest
 
 from build_tools import cross_wheel, elf_shared, host_shim, index, inspect_wheel, slim, wheel_zip
 from build_tools.plan import slims
-from tests.helpers.wheels import as_manylinux, copy_tree, fake_packs, rewrite, run_backend
+from tests.helpers.wheels import rewrite, sound_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 CROSS = shutil.which("aarch64-linux-gnu-gcc")
@@ -27,12 +27,7 @@ needs_cross = pytest.mark.skipif(CROSS is None, reason="no aarch64-linux-gnu-gcc
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    packs = fake_packs(folder / "packs")
-    done = run_backend(copy_tree(folder / "tree"), f"build_wheel({str(folder)!r})", PRIME_KERNELS_PACKS=str(packs))
-    assert done.returncode == 0, done.stderr
-    (built,) = folder.glob("*.whl")
-    return as_manylinux(built, folder)
+    return sound_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
