@@ -87,6 +87,12 @@ PK_DEVICE void tell(const Peers& p, u32 peer, Flag kind, u32 epoch) {
     ptx::st_release_sys(flag_at(p, peer, kind, static_cast<u32>(p.rank)), epoch);
 }
 
+// One converged warp tells every peer: a lane each.
+PK_DEVICE void tell_all(const Peers& p, Flag kind, u32 epoch) {
+    if ((threadIdx.x & 31) < p.size) tell(p, threadIdx.x & 31, kind, epoch);
+    __syncwarp();
+}
+
 // Waits for flags of peers; after one that ran out of time it waits no more.
 struct PeerWaiter {
     const Peers& peers;

@@ -32,9 +32,7 @@ struct Pulling : Op {
     PK_DEVICE static void schedule(const Args& args, roles::TileRing ring, roles::Waiter waiter) {
         const comm::Peers& p = *args.peers;
         // The launch before this one, in this stream, staged what peers are about to read.
-        if (blockIdx.x == 0 && (threadIdx.x & 31) < p.size)
-            comm::tell(p, threadIdx.x & 31, comm::Flag::kReady, comm::epoch_of(p));
-        __syncwarp();
+        if (blockIdx.x == 0) comm::tell_all(p, comm::Flag::kReady, comm::epoch_of(p));
         Op::schedule(args, ring, waiter);
     }
 

@@ -44,10 +44,8 @@ struct Forward {
     PK_DEVICE static bool is_down(const Tile& t) { return t.kind == 1; }
 
     PK_DEVICE static void schedule(const Args& args, roles::TileRing ring, roles::Waiter waiter) {
-        if (blockIdx.x == 0 && (threadIdx.x & 31) < args.peers->size)
-            comm::tell(
-                *args.peers, threadIdx.x & 31, comm::Flag::kReady, comm::epoch_of(*args.peers));
-        __syncwarp();
+        const comm::Peers& p = *args.peers;
+        if (blockIdx.x == 0) comm::tell_all(p, comm::Flag::kReady, comm::epoch_of(p));
         const auto list = [&](u32 depth, u32 columns, u32 tile_columns) {
             return roles::BlockList{
                 args.counts,

@@ -17,6 +17,7 @@
 //             then copied out of the arena.
 #pragma once
 #include "../comm/peers.cuh"
+#include "../comm/stage.cuh"
 #include "plan.cuh"
 
 namespace prime::moe {
@@ -62,18 +63,7 @@ struct PlanPeers {
         const comm::Peers& p = *args.peers;
         u8* dst = reinterpret_cast<u8*>(p.arena[p.rank]) + p.tokens;
         const u64 bytes = static_cast<u64>(args.plan.tokens) * args.row_bytes;
-        constexpr u32 kLoads = 4;
-        constexpr u64 kStep = kThreads * 16;
-        for (u64 at = u64{cta} * kLoads * kStep + threadIdx.x * 16; at < bytes;
-             at += u64{ctas} * kLoads * kStep) {
-            uint4 held[kLoads];
-#pragma unroll
-            for (u32 i = 0; i < kLoads; ++i)
-                if (at + i * kStep < bytes) held[i] = ptx::ld_nc_v4(args.tokens + at + i * kStep);
-#pragma unroll
-            for (u32 i = 0; i < kLoads; ++i)
-                if (at + i * kStep < bytes) ptx::st_v4(dst + at + i * kStep, held[i]);
-        }
+        comm::stage<kThreads>(dst, args.tokens, bytes, cta, ctas);
     }
 
     PK_DEVICE static i32* counts_at(const comm::Peers& p, u32 owner) {

@@ -8,6 +8,7 @@
 //             in the stream tells the peers that the tokens may be read.
 #pragma once
 #include "../comm/peers.cuh"
+#include "../comm/stage.cuh"
 #include "../common/launch_meta.cuh"
 
 namespace prime::moe {
@@ -29,30 +30,18 @@ struct StagePeersArgs {
 struct StagePeers {
     using Args = StagePeersArgs;
     static constexpr u32 kThreads = 512;
-    static constexpr u32 kLoads = 4;
     static constexpr LaunchShape kLaunch{
         .threads = kThreads, .min_ctas = 2, .protocol = comm::kProtocol};
-
-    PK_DEVICE static void copy(u8* dst, const u8* src, u64 bytes) {
-        constexpr u64 kStep = kThreads * 16;
-        for (u64 at = u64{blockIdx.x} * kLoads * kStep + threadIdx.x * 16; at < bytes;
-             at += u64{gridDim.x} * kLoads * kStep) {
-            uint4 held[kLoads];
-#pragma unroll
-            for (u32 i = 0; i < kLoads; ++i)
-                if (at + i * kStep < bytes) held[i] = ptx::ld_nc_v4(src + at + i * kStep);
-#pragma unroll
-            for (u32 i = 0; i < kLoads; ++i)
-                if (at + i * kStep < bytes) ptx::st_v4(dst + at + i * kStep, held[i]);
-        }
-    }
 
     PK_DEVICE static void run(const Args& args) {
         const comm::Peers& p = *args.peers;
         u8* arena = reinterpret_cast<u8*>(p.arena[p.rank]);
         const u64 bytes = static_cast<u64>(args.num_tokens) * args.row_bytes;
-        copy(arena + p.grads, args.grads, bytes);
-        if (args.tokens != nullptr) copy(arena + p.tokens, args.tokens, bytes);
+        const auto copy = [&](u64 region, const u8* from) {
+            comm::stage<kThreads>(arena + region, from, bytes, blockIdx.x, gridDim.x);
+        };
+        copy(p.grads, args.grads);
+        if (args.tokens != nullptr) copy(p.tokens, args.tokens);
         const u32 first = blockIdx.x * kThreads + threadIdx.x;
         const u32 step = gridDim.x * kThreads;
         for (u32 i = first; i < args.num_counters; i += step)
